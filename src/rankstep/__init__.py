@@ -1,5 +1,51 @@
-"""Rankstep: train one PyTorch model on many processes as if they were one."""
+"""Rankstep: train one PyTorch model on many processes as if they were one.
+
+The names below are loaded when they are first used, so that ``rankstep --help`` does not wait for torch. Loading
+``DistributedDataParallel`` registers it with torch's class of that name (an ABC registration), so that ``isinstance``
+checks across the ecosystem hold; nothing else is changed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from rankstep._version import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from rankstep.data import DistributedSampler, seed_everything
+    from rankstep.parallel import DistributedDataParallel
+    from rankstep.world import World, agree, rank_zero_first, world
+
+__all__ = [
+    "DistributedDataParallel",
+    "DistributedSampler",
+    "World",
+    "__version__",
+    "agree",
+    "rank_zero_first",
+    "seed_everything",
+    "world",
+]
+
+_HOME = {
+    "DistributedDataParallel": "rankstep.parallel",
+    "DistributedSampler": "rankstep.data",
+    "World": "rankstep.world",
+    "agree": "rankstep.world",
+    "rank_zero_first": "rankstep.world",
+    "seed_everything": "rankstep.data",
+    "world": "rankstep.world",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'rankstep' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

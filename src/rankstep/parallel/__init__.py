@@ -1,1 +1,11 @@
-"""TODO."""
+"""The wrapper that users see (``ddp``), and what connects it: ``replicate`` (same model everywhere), ``hooks`` (autograd)."""
+
+import torch
+
+from rankstep.parallel.ddp import DistributedDataParallel
+
+__all__ = ["DistributedDataParallel"]
+
+# isinstance(x, torch.nn.parallel.DistributedDataParallel) decides in many libraries how a model is saved, unwrapped and
+# accumulated. torch's class is an ABC, so registering makes those checks hold without inheriting anything.
+torch.nn.parallel.DistributedDataParallel.register(DistributedDataParallel)

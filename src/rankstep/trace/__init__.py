@@ -1,1 +1,1 @@
-"""TODO."""
+"""What happened in a step, as plain records."""

@@ -1,0 +1,240 @@
+"""One bucket: a flat buffer, a view of it for each parameter, and the life it leads in a step."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rankstep.buckets.plan import BucketSpec, ParamSpec
+    from rankstep.collectives import Communicator, Pending
+
+
+class BucketState(enum.Enum):
+    """The life of a bucket in one step; see ``Bucket.move`` for the legal moves."""
+
+    FILLING = "filling"
+    READY = "ready"
+    IN_FLIGHT = "in flight"
+    REDUCED = "reduced"
+
+
+_LEGAL = {
+    BucketState.FILLING: (BucketState.READY, BucketState.IN_FLIGHT),
+    BucketState.READY: (BucketState.IN_FLIGHT,),
+    BucketState.IN_FLIGHT: (BucketState.REDUCED,),
+    BucketState.REDUCED: (BucketState.FILLING,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The ``.grad`` of a parameter that this rank did not use, kept in case that no rank did.
+
+    Averaging equal values may move their last bit, so the old gradient is put back and not computed again.
+
+    Attributes:
+        grad: The old gradient; None if there was none.
+        in_bucket: It lay in the bucket itself, and ``grad`` is a copy.
+    """
+
+    grad: torch.Tensor | None
+    in_bucket: bool = False
+
+
+def grad_view(flat: torch.Tensor, offset: int, spec: ParamSpec) -> torch.Tensor:
+    """A tensor of the parameter's shape and strides over part of a flat buffer.
+
+    It shares the storage but is no autograd view, so that ``detach_()``, which old training loops call on gradients,
+    works on it.
+
+    Args:
+        flat: The buffer, of ``spec.buffer_dtype``.
+        offset: Where the parameter begins, in elements of the buffer.
+        spec: The parameter.
+    """
+    start = int(flat.storage_offset()) + offset
+    if spec.dtype != flat.dtype:
+        start //= 2
+    empty = torch.empty(0, dtype=spec.dtype, device=flat.device)
+    return empty.set_(flat.untyped_storage(), start, spec.shape, spec.view_stride)
+
+
+class Bucket:
+    """The gradients of a few parameters on their way to the other ranks.
+
+    Small parameters are copied in together by :meth:`gather`, large ones one by one by :meth:`copy_in` while their
+    gradient is still in the cache. From then until :meth:`hand_back` their ``.grad`` is None, so that a gradient which
+    comes too late lands beside the buffer and never in the middle of a transfer.
+
+    Args:
+        spec: The planned layout.
+        specs: All parameters of the plan.
+        tensors: The parameters themselves, in the same order.
+        comm: Allocates the buffer and reduces it.
+        extra_numel: Elements behind the gradients, for the trailer of the last bucket.
+    """
+
+    def __init__(
+        self,
+        spec: BucketSpec,
+        specs: Sequence[ParamSpec],
+        tensors: Sequence[torch.Tensor],
+        comm: Communicator,
+        extra_numel: int,
+    ) -> None:
+        self.spec = spec
+        self.flat = comm.allocate(spec.numel + extra_numel, spec.dtype, spec.device)
+        self.params = [tensors[i] for i in spec.params]
+        self.views = [
+            grad_view(self.flat, offset, specs[i])
+            for i, offset in zip(spec.params, spec.offsets, strict=True)
+        ]
+        self.view_of = dict(zip(spec.params, self.views, strict=True))
+        packed = [place for place, o in enumerate(spec.offsets) if o < spec.packed_numel]
+        self._packed_params = [self.params[place] for place in packed]
+        self._packed_views = [self.views[place] for place in packed]
+        self._packed = self.flat[: spec.packed_numel]
+        in_pack = set(packed)
+        self.large = {i for place, i in enumerate(spec.params) if place not in in_pack}
+        # Averaging inside the collective needs no factor; otherwise each rank's part is divided before the sum, by
+        # multiplication with the reciprocal as torch does: the same bits, and half types do not overflow.
+        self._scale = 1.0 if comm.averages else 1.0 / comm.world_size
+        self._comm = comm
+        self._work: Pending | None = None
+        self.state = BucketState.FILLING
+        self.copied: set[int] = set()
+        self.left = 0
+
+    def move(self, state: BucketState) -> None:
+        """Change the state; anything but a legal move is a mistake of ours."""
+        if state not in _LEGAL[self.state]:
+            raise AssertionError(f"bucket {self.spec.index}: {self.state} cannot become {state}")
+        self.state = state
+
+    def put(self, grad: torch.Tensor, view: torch.Tensor) -> None:
+        """Write one gradient, divided as the collective needs it, into its view."""
+        if self._scale == 1.0:
+            view.copy_(grad)
+        else:
+            torch.mul(grad, self._scale, out=view)
+
+    def copy_in(self, index: int, param: torch.Tensor) -> None:
+        """Take a large parameter's gradient now; no gradient yet (None) is left to :meth:`gather_with_gaps`."""
+        grad = param.grad
+        if grad is not None:
+            with torch.no_grad():
+                self.put(grad.detach(), self.view_of[index])
+            param.grad = None
+            self.copied.add(index)
+
+    def add(self, index: int, param: torch.Tensor) -> None:
+        """A further gradient of a parameter that was copied in and has not left: add it where it lies."""
+        grad = param.grad
+        if grad is not None:
+            with torch.no_grad():
+                self.view_of[index].add_(grad.detach(), alpha=self._scale)
+            param.grad = None
+
+    def gather(self) -> bool:
+        """Take all small gradients at once. False, with nothing changed, if some parameter has none."""
+        if len(self.copied) != len(self.large):
+            return False
+        if self._packed_params:
+            grads = [param.grad for param in self._packed_params]
+            with torch.no_grad():
+                try:
+                    torch._foreach_copy_(self._packed_views, grads)  # type: ignore[arg-type]
+                except TypeError:  # one of them is None
+                    return False
+                if self._scale != 1.0:
+                    self._packed.mul_(self._scale)
+            for param in self._packed_params:
+                param.grad = None
+        return True
+
+    def gather_with_gaps(self, touched: Sequence[int]) -> dict[int, Kept]:
+        """Take what is there, parameter by parameter; zeros where nothing is.
+
+        Args:
+            touched: For each parameter of the plan, whether any gradient reached it since the last reduction.
+
+        Returns:
+            The parameters that this rank did not use, with what they had before.
+        """
+        unused: dict[int, Kept] = {}
+        with torch.no_grad():
+            for index, param, view in zip(self.spec.params, self.params, self.views, strict=True):
+                if index in self.copied:
+                    continue
+                grad = param.grad
+                if grad is None:
+                    unused[index] = Kept(None)
+                    view.zero_()
+                    continue
+                if not touched[index]:
+                    unused[index] = Kept(grad.clone(), True) if grad is view else Kept(grad)
+                self.put(grad.detach(), view)
+                param.grad = None
+        return unused
+
+    def zero(self) -> None:
+        """Contribute nothing; gradients that are there stay where they are."""
+        self.flat.zero_()
+
+    def launch(self) -> None:
+        """Start the all-reduce of the whole buffer."""
+        self._work = self._comm.all_reduce(self.flat)
+        self.move(BucketState.IN_FLIGHT)
+
+    def wait(self) -> None:
+        """Return when the result may be used."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        self.move(BucketState.REDUCED)
+
+    def second_round(self, late: Sequence[int], specs: Sequence[ParamSpec]) -> None:
+        """Reduce gradients that came after this bucket had left, and add them to what came in time.
+
+        Args:
+            late: Numbers of this rank's late parameters; those of other buckets are skipped.
+            specs: All parameters of the plan.
+        """
+        extra = self._comm.allocate(self.spec.numel, self.spec.dtype, self.spec.device)
+        with torch.no_grad():
+            for place, index in enumerate(self.spec.params):
+                grad = self.params[place].grad
+                if index in late and grad is not None:
+                    view = grad_view(extra, self.spec.offsets[place], specs[index])
+                    self.put(grad.detach(), view)
+                    self.params[place].grad = None
+            self._comm.all_reduce(extra).wait()
+            self.flat[: self.spec.numel].add_(extra)
+
+    def hand_back(self) -> None:
+        """Give every parameter its view of the reduced buffer as ``.grad``."""
+        for param, view in zip(self.params, self.views, strict=True):
+            param.grad = view
+
+    def restore(self, index: int, kept: Kept) -> None:
+        """Give a parameter that no rank used the ``.grad`` it had before."""
+        place = self.spec.params.index(index)
+        if kept.in_bucket and kept.grad is not None:
+            with torch.no_grad():
+                self.views[place].copy_(kept.grad)
+            self.params[place].grad = self.views[place]
+        else:
+            self.params[place].grad = kept.grad
+
+    def begin_step(self, awaited: int) -> None:
+        """Open for the next step; ``awaited``: how many of its parameters must report before it is full."""
+        if self.state is not BucketState.FILLING:
+            self.move(BucketState.FILLING)
+        self.left = awaited
+        self.copied.clear()

@@ -1,0 +1,73 @@
+"""How often each parameter fires in a backward, and in which order: learned once, then kept up to date."""
+
+from __future__ import annotations
+
+WINDOW = 8
+"""After so many backwards in a row that differ from what was learned, what they showed is learned anew."""
+
+
+class Firings:
+    """Counts of gradient-hook calls for each parameter.
+
+    A parameter used twice by reentrant checkpoints fires twice in one backward, one that the loss does not reach fires
+    never. The first synced backward says how often to expect each; a higher count is adopted at once, so that its
+    bucket waits for it from then on, a lower one only when it has lasted, so that a branch taken now and then never
+    makes a gradient late.
+
+    Args:
+        count: How many parameters there are.
+
+    Attributes:
+        fired: Calls in this backward, per parameter; hooks write it.
+        expected: Calls after which a gradient is whole; hooks read it. Both lists stay the same objects for good.
+        accumulated: 1 for each parameter that fired under ``no_sync`` since the last reduction.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.fired = [0] * count
+        self.expected = [0] * count
+        self.accumulated = [0] * count
+        self._zeros = (0,) * count
+        self._last_position: dict[int, int] = {}
+        self._positions = 0
+        self._differed = 0
+        self._highest = [0] * count
+
+    def note(self, index: int) -> None:
+        """While learning: a parameter fired."""
+        self._positions += 1
+        self._last_position[index] = self._positions
+
+    def order(self) -> list[int]:
+        """Parameters in the order of their last firing; those that never fired follow, last registered first."""
+        seen = sorted(self._last_position, key=self._last_position.__getitem__)
+        return seen + [i for i in reversed(range(len(self.fired))) if i not in self._last_position]
+
+    @property
+    def touched(self) -> list[int]:
+        """For each parameter: nonzero if any gradient reached it since the last reduction."""
+        return [f + a for f, a in zip(self.fired, self.accumulated, strict=True)]
+
+    def close(self) -> bool:
+        """The backward is over: reset the counts. True if what is expected has changed."""
+        changed = False
+        if self.fired != self.expected:
+            for index, count in enumerate(self.fired):
+                if count > self.expected[index]:
+                    self.expected[index] = count
+                    changed = True
+                self._highest[index] = max(self._highest[index], count)
+            self._differed += 1
+            if self._differed == WINDOW:
+                changed = changed or self.expected != self._highest
+                self.expected[:] = self._highest
+                self._forget()
+        elif self._differed:
+            self._forget()
+        self.fired[:] = self._zeros
+        self.accumulated[:] = self._zeros
+        return changed
+
+    def _forget(self) -> None:
+        self._differed = 0
+        self._highest[:] = self._zeros

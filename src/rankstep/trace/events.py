@@ -1,0 +1,74 @@
+"""The records a reducer hands to a recorder: one frozen object for each thing that happened in a step.
+
+Times are ``time.perf_counter_ns()`` of the rank that recorded them, in nanoseconds. Nothing of Rankstep is imported
+here, so every folder may speak this language.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class GradReady:
+    """A parameter received its whole gradient of this backward.
+
+    Attributes:
+        step: Which synced backward, counted from 0 for each wrapper.
+        param: The parameter's number in the plan's list of parameters.
+        at_ns: When.
+    """
+
+    step: int
+    param: int
+    at_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class BucketLaunched:
+    """A bucket's all-reduce was started.
+
+    Attributes:
+        step: Which synced backward.
+        bucket: The bucket's index, which is its launch order.
+        in_backward: It left from a gradient hook while other buckets still lacked gradients.
+        at_ns: When.
+    """
+
+    step: int
+    bucket: int
+    in_backward: bool
+    at_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class BucketWaited:
+    """The rank waited for a bucket at the end of backward.
+
+    Attributes:
+        step: Which synced backward.
+        bucket: The bucket's index.
+        begun_ns: When the wait began.
+        at_ns: When it ended.
+    """
+
+    step: int
+    bucket: int
+    begun_ns: int
+    at_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepSettled:
+    """All gradients of a synced backward are in place.
+
+    Attributes:
+        step: Which synced backward.
+        at_ns: When.
+    """
+
+    step: int
+    at_ns: int
+
+
+Event = GradReady | BucketLaunched | BucketWaited | StepSettled
