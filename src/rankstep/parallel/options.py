@@ -25,15 +25,14 @@ def caps_from(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] |
     Raises:
         ModelTypeError: A cap is no positive number.
     """
+    values: list[Any]
     if bucket_cap_mb_list is not None:
         values = list(bucket_cap_mb_list)
     elif bucket_cap_mb is not None:
         values = [bucket_cap_mb]
     else:
         return Caps()
-    if not values or any(
-        not isinstance(v, int | float) or not v > 0 for v in values
-    ):
+    if not values or any(not isinstance(v, int | float) or not v > 0 for v in values):
         raise ModelTypeError(
             f"bucket caps are positive numbers of MiB, not {values!r}; leave them out for 1 MiB, then 25 MiB"
         )
