@@ -53,3 +53,15 @@ class LateGradientError(SyncError):
 
 class CommunicationError(SyncError):
     """A collective failed: a peer is gone, unreachable or did not take part in time."""
+
+
+class DriftError(SyncError):
+    """The ranks' weights or buffers are no longer the same."""
+
+
+class CountError(RankstepError, ValueError):
+    """A count of samples or tokens that no gradient can be divided by."""
+
+
+class StaticGraphError(SyncError):
+    """static_graph=True was promised, and another set of parameters was used."""

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rankstep.buckets.comm_hooks import CommHook, GradBucket, HookWork
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -78,6 +80,12 @@ class Bucket:
         tensors: The parameters themselves, in the same order.
         comm: Allocates the buffer and reduces it.
         extra_numel: Elements behind the gradients, for the trailer of the last bucket.
+
+    Attributes:
+        scale: What a gradient is multiplied with on its way into the buffer.
+        state: See :class:`BucketState`.
+        copied: Large parameters that are in the buffer already.
+        left: How many parameters must still report before it is full.
     """
 
     def __init__(
@@ -94,17 +102,16 @@ class Bucket:
         self.views = [
             grad_view(self.flat, offset, specs[i])
             for i, offset in zip(spec.params, spec.offsets, strict=True)
+            if not spec.sparse
         ]
-        self.view_of = dict(zip(spec.params, self.views, strict=True))
+        self.view_of = dict(zip(spec.params, self.views, strict=False))
         packed = [place for place, o in enumerate(spec.offsets) if o < spec.packed_numel]
         self._packed_params = [self.params[place] for place in packed]
         self._packed_views = [self.views[place] for place in packed]
         self._packed = self.flat[: spec.packed_numel]
         in_pack = set(packed)
         self.large = {i for place, i in enumerate(spec.params) if place not in in_pack}
-        # Averaging inside the collective needs no factor; otherwise each rank's part is divided before the sum, by
-        # multiplication with the reciprocal as torch does: the same bits, and half types do not overflow.
-        self._scale = 1.0 if comm.averages else 1.0 / comm.world_size
+        self.scale = 1.0
         self._comm = comm
         self._work: Pending | None = None
         self.state = BucketState.FILLING
@@ -119,10 +126,12 @@ class Bucket:
 
     def put(self, grad: torch.Tensor, view: torch.Tensor) -> None:
         """Write one gradient, divided as the collective needs it, into its view."""
-        if self._scale == 1.0:
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        if self.scale == 1.0:
             view.copy_(grad)
         else:
-            torch.mul(grad, self._scale, out=view)
+            torch.mul(grad, self.scale, out=view)
 
     def copy_in(self, index: int, param: torch.Tensor) -> None:
         """Take a large parameter's gradient now; no gradient yet (None) is left to :meth:`gather_with_gaps`."""
@@ -138,7 +147,7 @@ class Bucket:
         grad = param.grad
         if grad is not None:
             with torch.no_grad():
-                self.view_of[index].add_(grad.detach(), alpha=self._scale)
+                self.view_of[index].add_(grad.detach(), alpha=self.scale)
             param.grad = None
 
     def gather(self) -> bool:
@@ -152,8 +161,12 @@ class Bucket:
                     torch._foreach_copy_(self._packed_views, grads)  # type: ignore[arg-type]
                 except TypeError:  # one of them is None
                     return False
-                if self._scale != 1.0:
-                    self._packed.mul_(self._scale)
+                except RuntimeError:
+                    if any(grad is not None and grad.is_sparse for grad in grads):
+                        return False
+                    raise
+                if self.scale != 1.0:
+                    self._packed.mul_(self.scale)
             for param in self._packed_params:
                 param.grad = None
         return True
@@ -187,9 +200,25 @@ class Bucket:
         """Contribute nothing; gradients that are there stay where they are."""
         self.flat.zero_()
 
-    def launch(self) -> None:
-        """Start the all-reduce of the whole buffer."""
-        self._work = self._comm.all_reduce(self.flat)
+    def launch(self, hook: CommHook | None, *, is_last: bool, tail_only: bool) -> None:
+        """Start the all-reduce of the whole buffer, or hand the gradients to a communication hook.
+
+        Args:
+            hook: The user's communication; the trailer is then left to the caller.
+            is_last: Whether this is the plan's last bucket.
+            tail_only: Reduce nothing but the trailer: no rank used these parameters.
+        """
+        gradients = self.flat[: self.spec.numel]
+        if hook is None:
+            self._work = self._comm.all_reduce(
+                self.flat[self.spec.numel :] if tail_only else self.flat
+            )
+        elif not tail_only:
+            bucket = GradBucket(
+                self.spec.index, gradients, self.views, self.params, is_last=is_last
+            )
+            with torch.no_grad():
+                self._work = HookWork(hook.function(hook.state, bucket), gradients)
         self.move(BucketState.IN_FLIGHT)
 
     def wait(self) -> None:
@@ -199,12 +228,13 @@ class Bucket:
             self._work = None
         self.move(BucketState.REDUCED)
 
-    def second_round(self, late: Sequence[int], specs: Sequence[ParamSpec]) -> None:
+    def second_round(self, late: Sequence[int], specs: Sequence[ParamSpec], factor: float) -> None:
         """Reduce gradients that came after this bucket had left, and add them to what came in time.
 
         Args:
             late: Numbers of this rank's late parameters; those of other buckets are skipped.
             specs: All parameters of the plan.
+            factor: Each rank's part is divided by the world size with it, also where a hook divides the first round.
         """
         extra = self._comm.allocate(self.spec.numel, self.spec.dtype, self.spec.device)
         with torch.no_grad():
@@ -212,10 +242,15 @@ class Bucket:
                 grad = self.params[place].grad
                 if index in late and grad is not None:
                     view = grad_view(extra, self.spec.offsets[place], specs[index])
-                    self.put(grad.detach(), view)
+                    torch.mul(grad.detach(), factor, out=view)
                     self.params[place].grad = None
             self._comm.all_reduce(extra).wait()
             self.flat[: self.spec.numel].add_(extra)
+
+    def multiply(self, factor: float | torch.Tensor) -> None:
+        """Scale the reduced gradients."""
+        with torch.no_grad():
+            self.flat[: self.spec.numel].mul_(factor)
 
     def hand_back(self) -> None:
         """Give every parameter its view of the reduced buffer as ``.grad``."""

@@ -21,6 +21,8 @@ class Firings:
         fired: Calls in this backward, per parameter; hooks write it.
         expected: Calls after which a gradient is whole; hooks read it. Both lists stay the same objects for good.
         accumulated: 1 for each parameter that fired under ``no_sync`` since the last reduction.
+        newly_used: Parameters that fired although they did not in the first backward.
+        newly_unused: Parameters that fired in the first backward and missed in a later one.
     """
 
     def __init__(self, count: int) -> None:
@@ -32,6 +34,9 @@ class Firings:
         self._positions = 0
         self._differed = 0
         self._highest = [0] * count
+        self._first: list[int] | None = None
+        self.newly_used: set[int] = set()
+        self.newly_unused: set[int] = set()
 
     def note(self, index: int) -> None:
         """While learning: a parameter fired."""
@@ -44,6 +49,11 @@ class Firings:
         return seen + [i for i in reversed(range(len(self.fired))) if i not in self._last_position]
 
     @property
+    def always_same(self) -> bool:
+        """Whether every backward so far used the same parameters."""
+        return not self.newly_used and not self.newly_unused
+
+    @property
     def touched(self) -> list[int]:
         """For each parameter: nonzero if any gradient reached it since the last reduction."""
         return [f + a for f, a in zip(self.fired, self.accumulated, strict=True)]
@@ -51,7 +61,15 @@ class Firings:
     def close(self) -> bool:
         """The backward is over: reset the counts. True if what is expected has changed."""
         changed = False
+        if self._first is None:
+            self._first = list(self.fired)
         if self.fired != self.expected:
+            self.newly_used.update(
+                i for i, count in enumerate(self.fired) if count and not self._first[i]
+            )
+            self.newly_unused.update(
+                i for i, count in enumerate(self._first) if count and not self.fired[i]
+            )
             for index, count in enumerate(self.fired):
                 if count > self.expected[index]:
                     self.expected[index] = count

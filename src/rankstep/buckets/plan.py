@@ -39,11 +39,14 @@ class ParamSpec:
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    sparse: bool = False
 
     @classmethod
-    def of(cls, name: str, tensor: torch.Tensor) -> ParamSpec:
-        """Describe ``tensor``."""
-        return cls(name, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
+    def of(cls, name: str, tensor: torch.Tensor, *, sparse: bool = False) -> ParamSpec:
+        """Describe ``tensor``; ``sparse``: its gradients are sparse."""
+        return cls(
+            name, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device, sparse
+        )
 
     @property
     def numel(self) -> int:
@@ -102,6 +105,7 @@ class BucketSpec:
             the bucket is full; the others are copied one by one as they come, while they are still in the cache.
         dtype: Of the buffer; real also for complex parameters.
         device: Of the buffer.
+        sparse: It is one parameter whose gradient is sparse, so there is no buffer.
     """
 
     index: int
@@ -111,6 +115,7 @@ class BucketSpec:
     packed_numel: int
     dtype: torch.dtype
     device: torch.device
+    sparse: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -159,11 +164,11 @@ class Plan:
         """A table for people: one line per bucket."""
         lines = [f"{len(self.params)} parameters in {len(self.buckets)} buckets"]
         for bucket in self.buckets:
-            first, last = (self.params[bucket.params[i]].name for i in (0, -1))
+            names = [self.params[i].name for i in bucket.params[:: max(1, len(bucket.params) - 1)]]
+            size = "   sparse rows" if bucket.sparse else f"{bucket.nbytes / 2**20:9.3f} MiB"
             lines.append(
-                f"  bucket {bucket.index}: {len(bucket.params):>5} parameters  "
-                f"{bucket.nbytes / 2**20:9.3f} MiB  {str(bucket.dtype).removeprefix('torch.')}  "
-                f"{first} .. {last}"
+                f"  bucket {bucket.index}: {len(bucket.params):>5} parameters  {size}  "
+                f"{str(bucket.dtype).removeprefix('torch.')}  {' .. '.join(names) or '(trailer)'}"
             )
         return "\n".join(lines)
 
@@ -173,8 +178,9 @@ def make_plan(
 ) -> Plan:
     """Fill buckets in the order in which gradients become ready.
 
-    Each pair of dtype and device has a running bucket of its own, since one buffer holds one dtype on one device. A
-    bucket's place in the launch order is that of its last parameter: then it is full.
+    Each pair of dtype and device has a running bucket of its own, since one buffer holds one dtype on one device; a
+    parameter with sparse gradients is a bucket by itself. A bucket's place in the launch order is that of its last
+    parameter: then it is full. The last bucket has a buffer in any case, since the trailer rides behind it.
 
     Args:
         params: The model's trainable parameters, in any fixed order.
@@ -196,6 +202,9 @@ def make_plan(
     position = {index: place for place, index in enumerate(order)}
     for index in order:
         spec = params[index]
+        if spec.sparse:
+            groups.append((position[index], [index]))
+            continue
         key = (spec.dtype, spec.device)
         running[key].append(index)
         running_bytes[key] += spec.nbytes
@@ -204,16 +213,24 @@ def make_plan(
             running_bytes[key] = 0
             groups.append((position[index], running.pop(key)))
     groups += [(position[group[-1]], group) for group in running.values()]
-    buckets = tuple(
+    buckets = [
         _lay_out(index, group, params, packed_below_bytes)
         for index, (_, group) in enumerate(sorted(groups))
-    )
-    return Plan(tuple(params), buckets, caps)
+    ]
+    if buckets[-1].sparse:
+        last = buckets[-1]
+        buckets.append(BucketSpec(len(buckets), (), (), 0, 0, torch.float32, last.device))
+    return Plan(tuple(params), tuple(buckets), caps)
 
 
 def _lay_out(
     index: int, group: list[int], params: Sequence[ParamSpec], packed_below_bytes: int
 ) -> BucketSpec:
+    first = params[group[0]]
+    if first.sparse:
+        return BucketSpec(
+            index, tuple(group), (0,), 0, 0, first.buffer_dtype, first.device, sparse=True
+        )
     packed = [i for i in group if params[i].nbytes < packed_below_bytes]
     offset_of: dict[int, int] = {}
     end = 0
@@ -225,7 +242,6 @@ def _lay_out(
         if i not in offset_of:
             offset_of[i] = end
             end += params[i].buffer_numel
-    first = params[group[0]]
     return BucketSpec(
         index=index,
         params=tuple(group),

@@ -1,11 +1,11 @@
-"""The reducer: counts gradients, launches buckets in plan order, and settles every backward.
+"""The reducer: counts gradients, and settles every backward.
 
 It knows parameters as tensors with a number, and nothing of modules or of autograd: ``parallel/hooks.py`` tells it when
 a gradient arrived and when the backward ended. One step goes like this:
 
 1. The first gradient of a backward calls :meth:`Reducer.begin`.
 2. Every further one calls :meth:`Reducer.ready` when its parameter fired as often as learned, or :meth:`Reducer.again`
-   when it fired more often. A full bucket leaves once all lower ones have left, whatever order they fill in.
+   when it fired more often. A full bucket leaves once all lower ones have left (``line.py``).
 3. The end of the outermost backward calls :meth:`Reducer.settle`: the rest leaves, the last bucket with the trailer,
    everything is waited for, and the parameters get their views of the buckets.
 
@@ -16,83 +16,36 @@ the plan of all ranks.
 from __future__ import annotations
 
 import contextlib
-import enum
-import sys
 import time
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from rankstep.buckets import trailer, verdict
-from rankstep.buckets.bucket import Bucket, BucketState
+from rankstep.buckets import verdict
+from rankstep.buckets.bucket import BucketState
+from rankstep.buckets.exchange import Exchange
 from rankstep.buckets.learn import Firings
-from rankstep.buckets.plan import Caps, ParamSpec, Plan, make_plan
-from rankstep.errors import CommunicationError, LateGradientError
-from rankstep.trace.events import BucketLaunched, BucketWaited, GradReady, StepSettled
+from rankstep.buckets.line import Line, agree_on_line
+from rankstep.buckets.plan import ParamSpec
+from rankstep.buckets.states import LEGAL, ReducerState
+from rankstep.buckets.step import Step
+from rankstep.buckets.trailer import Mode
+from rankstep.buckets.window import Window
+from rankstep.errors import CommunicationError, CountError
+from rankstep.trace.events import GradReady, StepSettled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
-    from rankstep.buckets.bucket import Kept
+    import torch
+
+    from rankstep.buckets.bucket import Bucket
+    from rankstep.buckets.comm_hooks import CommHook
+    from rankstep.buckets.plan import Caps, Plan
+    from rankstep.buckets.promise import StaticPromise
+    from rankstep.buckets.states import Owner
+    from rankstep.buckets.step import StepFacts
     from rankstep.collectives import Communicator
     from rankstep.trace.events import Event
-
-EAGER_BYTES = 16 * 1024
-"""From 16 KiB on a CPU gradient is divided and copied as soon as it is ready: one pass, while it is in the cache."""
-
-
-class ReducerState(enum.Enum):
-    """What a reducer is doing; ``_LEGAL`` has the moves."""
-
-    IDLE = "idle"
-    COLLECTING = "collecting gradients"
-    SETTLING = "settling"
-    DIED = "left by a backward that died"
-    BROKEN = "broken"
-
-
-_LEGAL = {
-    ReducerState.IDLE: (ReducerState.COLLECTING, ReducerState.BROKEN),
-    ReducerState.COLLECTING: (ReducerState.SETTLING, ReducerState.DIED, ReducerState.BROKEN),
-    ReducerState.SETTLING: (ReducerState.IDLE, ReducerState.BROKEN),
-    ReducerState.DIED: (ReducerState.IDLE, ReducerState.BROKEN),
-    ReducerState.BROKEN: (),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class StepFacts:
-    """What the last settled backward did.
-
-    Attributes:
-        step: Its number, counted from 0.
-        buckets: How many buckets there are.
-        all_reduces: How many all-reduces it took; a broadcast of the order in the first step is not counted.
-        launched_in_backward: Buckets that left while other buckets still lacked gradients.
-        unused: Names of the parameters that no rank used.
-        second_round: Whether late gradients made a second round necessary.
-    """
-
-    step: int
-    buckets: int
-    all_reduces: int
-    launched_in_backward: int
-    unused: tuple[str, ...]
-    second_round: bool
-
-
-@dataclass(slots=True)
-class _Step:
-    """What has happened in the step under way."""
-
-    next_bucket: int = 0
-    in_backward: int = 0
-    all_reduces: int = 0
-    unused: dict[int, Kept] = field(default_factory=dict)
-    late: list[int] = field(default_factory=list)
-    nowhere: tuple[int, ...] = ()
-    second_round: bool = False
 
 
 class Reducer:
@@ -104,6 +57,19 @@ class Reducer:
         comm: Moves the buckets.
         caps: When a bucket is full.
         wrapper: This wrapper's number in the process, equal on all ranks.
+        sparse: Names of the parameters whose gradients are sparse.
+
+    Attributes:
+        reductions: Synced backwards so far.
+        forwards: Training forwards of the wrapper since the last one.
+        recorder: Is told of every event; None costs nothing.
+        spent: This rank has run out of inputs and takes part with empty batches.
+        skips_unused: Buckets that no parameter of this rank reached are not reduced.
+        promise: Every backward uses the same parameters, or is an error; None: no such promise.
+        owner: Returns who is asked when the module has changed and told when a step ends; a weak reference, so that
+            the wrapper dies with its last reference and its hooks go.
+        exchange: What the ranks tell each other, with the drift alarm.
+        looking_for_unused: Around the place where parameters without a gradient are found, for profilers.
     """
 
     def __init__(
@@ -113,26 +79,38 @@ class Reducer:
         comm: Communicator,
         caps: Caps,
         wrapper: int = 0,
+        sparse: frozenset[str] = frozenset(),
     ) -> None:
-        self.params = list(params)
-        self.specs = [ParamSpec.of(n, p) for n, p in zip(names, params, strict=True)]
         self.comm = comm
         self.caps = caps
         self.wrapper = wrapper
-        self.plan: Plan | None = None
-        self.buckets: list[Bucket] = []
         self.state = ReducerState.IDLE
-        self.firings = Firings(len(params))
         self.recorder: Callable[[Event], None] | None = None
+        self.hook: CommHook | None = None
+        self.owner: Callable[[], Owner | None] = lambda: None
+        self.exchange = Exchange(comm, wrapper)
+        self.looking_for_unused: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
         self.reductions = 0
         self.forwards = 0
-        self._bucket_of: list[Bucket] = []
-        self._awaited: list[int] = []
-        self._step = _Step()
-        self._last: _Step | None = None
-        self._tail: trailer.Trailer | None = None
-        self._later: verdict.Later | None = None
+        self.spent = False
+        self.skips_unused = False
+        self.promise: StaticPromise | None = None
+        self.delayed: frozenset[str] = frozenset()
+        self._sparse = sparse
+        self._step = Step()
+        self._last: Step | None = None
+        self._window: Window | None = None
         self._broken = ""
+        self._take(names, params)
+
+    def _take(self, names: Sequence[str], params: Sequence[torch.Tensor]) -> None:
+        """Start to learn anew with these parameters."""
+        self.params = list(params)
+        self.specs = [
+            ParamSpec.of(n, p, sparse=n in self._sparse) for n, p in zip(names, params, strict=True)
+        ]
+        self.firings = Firings(len(params))
+        self.line: Line | None = None
 
     # ---------------------------------------------------------------- called during backward
 
@@ -147,69 +125,97 @@ class Reducer:
 
     def ready(self, index: int, param: torch.Tensor) -> None:
         """A parameter has fired as often as learned: its gradient is whole."""
+        line = self._line
         if self.recorder is not None:
             self.recorder(GradReady(self.reductions, index, time.perf_counter_ns()))
-        bucket = self._bucket_of[index]
+        bucket = line.bucket_of[index]
         # A user's hook on this parameter runs after ours and wants to see the gradient: leave it where it is, and
         # let its bucket go with the next one.
         watched = len(param._post_accumulate_grad_hooks or ()) > 1
         if index in bucket.large and not watched:
             bucket.copy_in(index, param)
         bucket.left -= 1
-        if bucket.left == 0 and not watched and bucket is not self.buckets[-1]:
-            self._gather(bucket)
-            self._launch_full()
+        if bucket.left == 0 and not watched and bucket is not line.last:
+            line.gather(bucket, self._step, self._touched)
+            line.launch_full(self._step, self._touched)
 
     def again(self, index: int, param: torch.Tensor) -> None:
         """A parameter has fired more often than learned."""
-        if self.plan is None:
+        if self.line is None:
             self.firings.note(index)
             return
-        bucket = self._bucket_of[index]
+        bucket = self.line.bucket_of[index]
         if bucket.state is BucketState.IN_FLIGHT:
             self._step.late.append(index)
         elif bucket.state is BucketState.READY or index in bucket.copied:
             bucket.add(index, param)
             self._step.unused.pop(index, None)
 
-    def settle(self) -> None:
+    def note_change(self) -> None:
+        """A gradient reached a parameter that was not trainable when the module was wrapped, or the module changed."""
+        self._step.changed = True
+
+    def settle(self, mode: Mode | None = None) -> None:
         """The outermost backward has ended: reduce what is open, wait, hand the gradients back.
+
+        Args:
+            mode: JOINED: this rank has nothing to give and wants nothing back. None: what the step says.
 
         Raises:
             SyncError: The ranks disagree about this step (the same error on every rank), or a collective failed.
         """
-        self._move(ReducerState.SETTLING)
-        step = self._step
-        rows: list[trailer.Row] = []
         try:
-            if self.plan is None:
-                self._adopt_plan()
-            self._launch_rest()
-            self._wait()
-            if self.comm.world_size > 1:
-                if self.comm.host_waits:
-                    rows = self._trailer.read_rows()
-                else:
-                    self._later = verdict.Later(self._trailer, self.reductions)
-            step.second_round = any(row.late for row in rows) or (
-                bool(step.late) and self.comm.world_size == 1
-            )
+            self._settle(mode)
+        except BaseException as error:
+            owner = self.owner()
+            if owner is not None:
+                owner.failed(error)
+            raise
+
+    def _settle(self, mode: Mode | None) -> None:
+        self._move(ReducerState.SETTLING)
+        step, window, exchange = self._step, self._window, self.exchange
+        gives = mode is not Mode.JOINED
+        if mode is None:
+            mode = Mode.SPENT if self.spent else Mode.SYNC
+            mode = mode if window is None else Mode.WEIGHTED
+        no_count: CountError | None = None
+        try:
+            line = self._line
+            if gives:
+                with self.looking_for_unused():
+                    line.launch_rest(step, self._touched, lambda: self._write_trailer(mode))
+            else:
+                line.launch_zeros(step, lambda: self._write_trailer(mode, gives=False))
+            line.wait(step)
+            rows = exchange.read(line.trailer, mode, self.reductions)
+            step.second_round = any(row.late for row in rows)
             if step.second_round:
-                self._reduce_late()
-            self._hand_back()
+                line.reduce_late(step)
+            try:
+                line.multiply(exchange.factor(line.trailer, rows, mode, self.reductions))
+            except CountError as error:
+                no_count = error
+            if gives:
+                line.hand_back(step, self.params)
         except BaseException as error:
             self._break(error)
             raise
         self._close_step()
-        if rows:
-            verdict.judge(rows, self.comm.rank, self.reductions - 1)
-        if step.late and not step.second_round:
-            names = ", ".join(self.specs[i].name for i in step.late[:8])
-            raise LateGradientError(
-                f"rank {self.comm.rank}: in step {self.reductions - 1} (counted from 0) a gradient of {names} arrived "
-                "after its bucket had left. From the next step on its bucket waits for it; restore the weights and "
-                "repeat this step on all ranks."
-            )
+        exchange.judge(rows, self.reductions - 1)
+        if no_count is not None:
+            raise no_count
+        if any(row.changed for row in rows):
+            self._adopt_change(mode, window)
+        self._raise_unsettled(step)
+        owner = self.owner()
+        if owner is not None:
+            owner.settled(gave=gives)
+
+    def settle_nothing(self, mode: Mode | None = None) -> None:
+        """Take part in a step without a backward: zeros, or what ``no_sync`` has accumulated."""
+        self.begin()
+        self.settle(mode)
 
     def died(self) -> None:
         """A backward raised before its end. Never raises: it is called while an exception travels.
@@ -220,11 +226,16 @@ class Reducer:
         if self.state is not ReducerState.COLLECTING:
             return
         self._move(ReducerState.DIED)
-        if self.plan is not None:
+        if self.line is not None:
             try:
-                self._launch_zeros()
+                self._launch_abandoned()
             except Exception as error:  # noqa: BLE001 - kept, and raised by whatever this rank does next
                 self._break(error)
+
+    def abandon(self) -> None:
+        """Tell the other ranks that this one cannot take the step it is about to take."""
+        self.begin()
+        self.died()
 
     def enter_forward(self, *, counts: bool) -> None:
         """The wrapper is called outside any backward.
@@ -239,118 +250,89 @@ class Reducer:
             self.died()
         self._finish_earlier()
         if counts:
+            if self.promise is not None:
+                self.promise.check_forward()
             self.forwards += 1
+
+    def weigh(self, count: float) -> None:
+        """The backward about to run is of a sum over ``count`` samples or tokens.
+
+        Raises:
+            ModelError: The window has begun with a plain backward under ``no_sync``, which has no count.
+        """
+        if self._window is None:
+            bucket_of = [] if self.line is None else self.line.bucket_of
+            self._window = Window.opened(
+                self.params, bucket_of, self.firings.accumulated, self.comm.rank
+            )
+        self._window.count += count
+
+    # ---------------------------------------------------------------- facts
+
+    @property
+    def plan(self) -> Plan | None:
+        """The layout in use; None before the first synced backward has ended."""
+        return None if self.line is None else self.line.plan
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets in launch order; empty before the first synced backward has ended."""
+        return [] if self.line is None else self.line.buckets
 
     @property
     def last_step(self) -> StepFacts | None:
         """Facts of the last settled backward; None before the first."""
         if self._last is None:
             return None
-        return StepFacts(
-            step=self.reductions - 1,
-            buckets=len(self.buckets),
-            all_reduces=self._last.all_reduces,
-            launched_in_backward=self._last.in_backward,
-            unused=tuple(self.specs[i].name for i in self._last.nowhere),
-            second_round=self._last.second_round,
-        )
+        return self._last.facts(self.reductions - 1, self.specs, len(self.buckets))
 
-    # ---------------------------------------------------------------- launching
-
-    def _gather(self, bucket: Bucket) -> None:
-        """Take in the gradients of a bucket that leaves soon."""
-        whole = bucket.left == 0 and len(bucket.params) == self._awaited[bucket.spec.index]
-        if not (whole and bucket.gather()):
-            self._step.unused.update(bucket.gather_with_gaps(self.firings.touched))
-        bucket.move(BucketState.READY)
-
-    def _launch_full(self) -> None:
-        """Launch full buckets in plan order up to the first that still lacks a gradient; never the last one."""
-        for bucket in self.buckets[self._step.next_bucket : -1]:
-            if bucket.left:
-                return
-            if bucket.state is BucketState.FILLING:
-                self._gather(bucket)
-            still_open = any(b.left for b in self.buckets[bucket.spec.index + 1 :])
-            self._launch(bucket, in_backward=still_open)
-
-    def _launch_rest(self) -> None:
-        """At the end of backward: launch every bucket that is still here, the last one with the trailer."""
-        for bucket in self.buckets[self._step.next_bucket :]:
-            if bucket.state is BucketState.FILLING:
-                self._gather(bucket)
-            if bucket is self.buckets[-1]:
-                self._write_trailer()
-            self._launch(bucket, in_backward=False)
-
-    def _launch_zeros(self) -> None:
-        for bucket in self.buckets[self._step.next_bucket :]:
-            bucket.zero()
-            if bucket is self.buckets[-1]:
-                self._trailer.write(self._row(abandoned=True), [0] * len(self.params))
-            self._launch(bucket, in_backward=False)
-
-    def _launch(self, bucket: Bucket, *, in_backward: bool) -> None:
-        with self._naming_failures():
-            bucket.launch()
-        step = self._step
-        step.next_bucket += 1
-        step.all_reduces += 1
-        step.in_backward += in_backward
-        if self.recorder is not None:
-            self.recorder(
-                BucketLaunched(
-                    self.reductions, bucket.spec.index, in_backward, time.perf_counter_ns()
-                )
-            )
-
-    def _write_trailer(self) -> None:
-        used: list[int] | None = None
-        if self._step.unused:
-            used = [1] * len(self.params)
-            for index in self._step.unused:
-                used[index] = 0
-            for index in self._step.late:
-                used[index] = 1
-        self._trailer.write(self._row(abandoned=False), used)
-
-    def _row(self, *, abandoned: bool) -> trailer.Row:
-        return trailer.Row(
-            wrapper=self.wrapper,
-            reductions=self.reductions,
-            forwards=self.forwards,
-            abandoned=int(abandoned),
-            late=int(bool(self._step.late) and not abandoned),
-        )
+    def use_hook(self, hook: CommHook) -> None:
+        """Let a user's function reduce the buckets from now on."""
+        self.hook = hook
+        if self.line is not None:
+            self.line.use_hook(hook)
 
     # ---------------------------------------------------------------- settling
 
-    def _wait(self) -> None:
-        for bucket in self.buckets:
-            begun_ns = time.perf_counter_ns() if self.recorder is not None else 0
-            with self._naming_failures():
-                bucket.wait()
-            if self.recorder is not None:
-                self.recorder(
-                    BucketWaited(
-                        self.reductions, bucket.spec.index, begun_ns, time.perf_counter_ns()
-                    )
-                )
+    def _touched(self) -> list[int]:
+        return self.firings.touched
 
-    def _reduce_late(self) -> None:
-        for bucket in self.buckets:
-            bucket.second_round(self._step.late, self.specs)
-            self._step.all_reduces += 1
+    def _write_trailer(self, mode: Mode, *, gives: bool = True, abandoned: bool = False) -> None:
+        self.exchange.write(
+            self._line.trailer,
+            self._step,
+            mode,
+            number=self.reductions,
+            forwards=self.forwards,
+            count=self._window.count if self._window is not None else 0.0,
+            gives=gives,
+            abandoned=abandoned,
+        )
 
-    def _hand_back(self) -> None:
-        for bucket in self.buckets:
-            bucket.hand_back()
-        unused = self._step.unused
-        if unused:
-            used = self._trailer.read_used()
-            self._step.nowhere = tuple(sorted(i for i in unused if not used[i]))
-            for index in self._step.nowhere:
-                self._bucket_of[index].restore(index, unused[index])
+    def _adopt_change(self, mode: Mode, window: Window | None) -> None:
+        """Some rank's module has other trainable parameters than were wrapped: agree, and reduce the new ones."""
+        owner = self.owner()
+        if owner is None:
+            return
+        names, params = zip(*owner.agreed_parameters(), strict=True)
+        known = {id(param) for param in self.params}
+        new = [(n, p) for n, p in zip(names, params, strict=True) if id(p) not in known]
+        if new:
+            new_names, new_params = zip(*new, strict=True)
+            side = Reducer(new_names, new_params, self.comm, self.caps, self.wrapper, self._sparse)
+            side.firings.accumulated[:] = [int(param.grad is not None) for param in new_params]
+            side.spent, side._window = self.spent, window
+            side.exchange.divides_by_live = self.exchange.divides_by_live
+            side.settle_nothing(mode)
+        self._take(names, params)
+        owner.adopted(self.params)
+
+    def _raise_unsettled(self, step: Step) -> None:
+        if self.promise is not None:
+            self.promise.check_backward(self.firings, self.specs, self.reductions - 1)
+        if not step.second_round and (step.late or (step.changed and not self.comm.host_waits)):
+            names = [self.specs[i].name for i in step.late]
+            raise verdict.late_here(names, self.comm.rank, self.reductions - 1)
 
     def _close_step(self) -> None:
         if self.recorder is not None:
@@ -358,52 +340,38 @@ class Reducer:
         self.reductions += 1
         self.forwards = 0
         self._step.unused.clear()
-        self._last, self._step = self._step, _Step()
+        self._last, self._step = self._step, Step()
+        if self._window is not None:
+            self._window.add_back(self.params)
+            self._window = None
         if self.firings.close():
-            self._count_awaited()
-        for bucket, awaited in zip(self.buckets, self._awaited, strict=True):
-            bucket.begin_step(awaited)
+            self._line.expect(self.firings.expected)
+        self._line.begin_step(self.reductions)
         self._move(ReducerState.IDLE)
 
     # ---------------------------------------------------------------- plan
 
-    def _adopt_plan(self) -> None:
-        """Agree on rank 0's order, plan the buckets and allocate them; once, at the end of the first backward."""
-        device = self.specs[0].device
-        order = torch.tensor(self.firings.order(), dtype=torch.int64, device=device)
-        self.comm.broadcast(order, 0).wait()
-        packed_below = EAGER_BYTES if device.type == "cpu" else sys.maxsize
-        plan = make_plan(self.specs, order.tolist(), self.caps, packed_below_bytes=packed_below)
-        tail_numel = trailer.numel(len(self.params), self.comm.world_size)
-        last = len(plan.buckets) - 1
-        self.buckets = [
-            Bucket(
-                spec, self.specs, self.params, self.comm, tail_numel if spec.index == last else 0
-            )
-            for spec in plan.buckets
-        ]
-        bucket_of = {i: bucket for bucket in self.buckets for i in bucket.spec.params}
-        self._bucket_of = [bucket_of[i] for i in range(len(self.params))]
-        self._tail = trailer.Trailer(
-            self.buckets[-1].flat[plan.buckets[-1].numel :],
-            len(self.params),
-            self.comm.rank,
-            self.comm.world_size,
-            averages=self.comm.averages,
-        )
-        self._awaited = [0] * len(self.buckets)
-        self.plan = plan
-
     @property
-    def _trailer(self) -> trailer.Trailer:
-        assert self._tail is not None, "no trailer before the plan"  # noqa: S101
-        return self._tail
-
-    def _count_awaited(self) -> None:
-        expected = self.firings.expected
-        self._awaited = [sum(1 for i in b.spec.params if expected[i]) for b in self.buckets]
+    def _line(self) -> Line:
+        """The buckets; planned and allocated at the end of the first synced backward, in rank 0's order."""
+        if self.line is None:
+            self.line = agree_on_line(
+                self.firings.order(), self.specs, self.params, self.comm, self.caps, self.delayed
+            )
+            self.line.number = self.reductions
+            self.line.name = f"wrapper {self.wrapper}"
+            self.line.recorder = self.recorder
+            self.line.skips_unused = self.skips_unused
+            self.line.use_hook(self.hook)
+        return self.line
 
     # ---------------------------------------------------------------- when something failed
+
+    def _launch_abandoned(self) -> None:
+        mode = Mode.SYNC if self._window is None else Mode.WEIGHTED
+        self._line.launch_zeros(
+            self._step, lambda: self._write_trailer(mode, gives=False, abandoned=True)
+        )
 
     def _finish_earlier(self) -> None:
         """See the previous step to its end: one that died, one that a GPU had not judged yet."""
@@ -411,33 +379,18 @@ class Reducer:
             raise CommunicationError(self._broken)
         if self.state is ReducerState.DIED:
             self._finish_died()
-        if self._later is not None:
-            later, self._later = self._later, None
-            later.judge(self.comm.rank)
+        self.exchange.judge_earlier()
 
     def _finish_died(self) -> None:
         try:
-            if self.plan is None:
-                self._adopt_plan()
-                self._launch_zeros()
-            self._wait()
+            if self.line is None:
+                self._launch_abandoned()
+            self._line.wait(self._step)
         except BaseException as error:
             self._break(error)
             raise
         # No verdict here: the others raised theirs in that step and this rank its own, so all may go on together.
         self._close_step()
-
-    @contextlib.contextmanager
-    def _naming_failures(self) -> Iterator[None]:
-        """Say which step a collective failed in, and what to do."""
-        try:
-            yield
-        except RuntimeError as error:
-            raise CommunicationError(
-                f"rank {self.comm.rank}: a collective of step {self.reductions} (counted from 0) failed; "
-                f"{self._step.next_bucket} of {len(self.buckets)} buckets had left: {error}. A rank has probably ended "
-                "or cannot be reached: look for the first error among the ranks' outputs, then start them again."
-            ) from error
 
     def _break(self, error: BaseException) -> None:
         """Nothing can be said of the buckets any more: from now on every use repeats why."""
@@ -445,6 +398,6 @@ class Reducer:
         self._move(ReducerState.BROKEN)
 
     def _move(self, state: ReducerState) -> None:
-        if state not in _LEGAL[self.state]:
+        if state not in LEGAL[self.state]:
             raise AssertionError(f"reducer: {self.state} cannot become {state}")
         self.state = state

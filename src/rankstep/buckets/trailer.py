@@ -4,12 +4,13 @@ The trailer holds one *used* flag per parameter, summed over the ranks, and for 
 nobody else adds, so that after the sum each rank reads what every rank said. Numbers are written as base-32 digits:
 0 to 31 are exact in every floating dtype, also after a division by the world size has been undone by rounding.
 
-Unused parameters, rank skew and exact weighted means therefore cost no additional collective.
+Unused parameters, rank skew, exact weighted means and the drift alarm therefore cost no additional collective.
 """
 
 from __future__ import annotations
 
 import enum
+import struct
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
@@ -19,12 +20,21 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 BASE = 32
+COUNT_DIGITS = 13
+DRIFT_DIGITS = 8
 
 
 class Mode(enum.IntEnum):
-    """What a rank was doing when it took part. Never 0: an untouched row means that nobody wrote it."""
+    """What a rank was doing when it took part. Never 0: an untouched row means that nobody wrote it.
+
+    SYNC: ``loss.backward()``, a mean of means. WEIGHTED: ``model.backward(loss_sum, count=n)``. JOINED: it has run out
+    of inputs under ``join`` and only keeps the others company. SPENT: the same under ``together``, with an empty batch.
+    """
 
     SYNC = 1
+    WEIGHTED = 2
+    JOINED = 3
+    SPENT = 4
 
 
 _DIGITS = {
@@ -34,8 +44,12 @@ _DIGITS = {
     "forwards": 2,
     "abandoned": 1,
     "late": 1,
+    "changed": 1,
+    "count": COUNT_DIGITS,
+    "drift": DRIFT_DIGITS,
 }
 ROW_NUMEL = sum(_DIGITS.values())
+_START = {name: sum(list(_DIGITS.values())[:i]) for i, name in enumerate(_DIGITS)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +63,9 @@ class Row:
         forwards: Training forwards of the wrapper since the previous reduction.
         abandoned: 1 if the backward died and the rank sent zeros for what was missing.
         late: 1 if gradients came after their bucket had left, so that a second round must add them.
+        changed: 1 if the module's trainable parameters are no longer those that were wrapped.
+        count: Samples or tokens in this rank's window; its 64 bits travel, so any float is exact.
+        drift: Checksum of a few weights and buffers.
     """
 
     mode: int = Mode.SYNC
@@ -57,27 +74,33 @@ class Row:
     forwards: int = 0
     abandoned: int = 0
     late: int = 0
+    changed: int = 0
+    count: float = 0.0
+    drift: int = 0
 
     def digits(self) -> list[int]:
         """The row as base-32 digits, most significant first; numbers wrap at the width of their field."""
         digits: list[int] = []
         for name, width in _DIGITS.items():
-            value = int(getattr(self, name)) % BASE**width
-            digits += [value // BASE**place % BASE for place in reversed(range(width))]
+            value = getattr(self, name)
+            if name == "count":
+                if not value:
+                    digits += [0] * width
+                    continue
+                value = int.from_bytes(struct.pack(">d", value))
+            digits += [value >> 5 * place & 31 for place in range(width - 1, -1, -1)]
         return digits
 
     @classmethod
     def from_digits(cls, digits: Sequence[float]) -> Row:
         """Read a row back."""
-        values: dict[str, int] = {}
-        start = 0
+        values: dict[str, int | float] = {}
         for name, width in _DIGITS.items():
             value = 0
-            for digit in digits[start : start + width]:
+            for digit in digits[_START[name] : _START[name] + width]:
                 value = value * BASE + round(digit)
-            values[name] = value
-            start += width
-        return cls(**values)
+            values[name] = struct.unpack(">d", value.to_bytes(8))[0] if name == "count" else value
+        return cls(**values)  # type: ignore[arg-type]
 
 
 assert tuple(_DIGITS) == tuple(f.name for f in fields(Row)), "a field of Row without digits"  # noqa: S101
@@ -102,7 +125,8 @@ class Trailer:
     def __init__(
         self, region: torch.Tensor, param_count: int, rank: int, world_size: int, *, averages: bool
     ) -> None:
-        self._region = region
+        self.region = region
+        self.param_count = param_count
         self._flags = region[:param_count]
         self._rows = region[param_count:].view(world_size, ROW_NUMEL)
         self._own_row = self._rows[rank]
@@ -110,20 +134,29 @@ class Trailer:
         self._own = Row()
         self._own_digits = self._own.digits()
 
-    def write(self, row: Row, used: Sequence[int] | None) -> None:
+    def write(
+        self, row: Row, used: Sequence[int] | None, checksum: torch.Tensor | None = None
+    ) -> None:
         """Put this rank's part in.
 
         Args:
             row: What this rank says.
             used: One 0 or 1 per parameter; None: this rank used all of them.
+            checksum: An int64 scalar on the device to travel as ``drift``, where the host must not wait for it.
         """
         self._own, self._own_digits = row, row.digits()
         self._rows.zero_()
-        self._own_row.copy_(torch.tensor(self._own_digits, dtype=self._region.dtype))
+        self._own_row.copy_(torch.tensor(self._own_digits, dtype=self.region.dtype))
+        if checksum is not None:
+            places = torch.arange(DRIFT_DIGITS - 1, -1, -1, device=checksum.device)
+            start = _START["drift"]
+            self._own_row[start : start + DRIFT_DIGITS] = (checksum >> 5 * places & 31).to(
+                self.region.dtype
+            )
         if used is None:
             self._flags.fill_(1)
         else:
-            self._flags.copy_(torch.tensor(used, dtype=self._region.dtype))
+            self._flags.copy_(torch.tensor(used, dtype=self.region.dtype))
 
     def read_rows(self) -> list[Row]:
         """Every rank's row, in rank order. Reads the buffer, so on a GPU it waits for the collective."""
@@ -139,6 +172,15 @@ class Trailer:
     def rows_tensor(self) -> torch.Tensor:
         """The raw rows, for an asynchronous copy to the host."""
         return self._rows
+
+    def read_total_count(self) -> torch.Tensor:
+        """The sum of all ranks' counts as a float64 scalar on the device, without waiting for it."""
+        start = _START["count"]
+        digits = (
+            (self._rows[:, start : start + COUNT_DIGITS].double() * self._factor).round().long()
+        )
+        places = torch.arange(COUNT_DIGITS - 1, -1, -1, device=digits.device)
+        return (digits << 5 * places).sum(1).view(torch.float64).sum()
 
     def read_used(self) -> list[int]:
         """For each parameter, on how many ranks it was used. Reads the buffer."""

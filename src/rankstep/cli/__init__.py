@@ -1,1 +1,1 @@
-"""TODO."""
+"""The command line: one file per command."""

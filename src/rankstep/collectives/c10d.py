@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,6 +10,9 @@ import torch.distributed as dist
 
 if TYPE_CHECKING:
     from rankstep.collectives.communicator import Pending
+
+PATIENCE_S = 1.5
+"""Ranks that wait for the same dead one see their own failure within a fraction of this."""
 
 
 class C10dCommunicator:
@@ -57,6 +61,28 @@ class C10dCommunicator:
         options.rootRank = src
         options.rootTensor = 0
         return self.group.broadcast([tensor], options)
+
+    def absent(self, place: str) -> list[int]:
+        """Leave a mark in the group's store and look for those of the others; nothing is read or written before.
+
+        Args:
+            place: The same text on every rank that waits in the same collective.
+
+        Returns:
+            The group ranks whose mark did not appear within ``PATIENCE_S``; none if the store is gone, too.
+        """
+        try:
+            store = dist.distributed_c10d._get_process_group_store(self.group)
+            prefix = f"rankstep/{place}/"
+            store.set(f"{prefix}{self.rank}", "here")
+            until = time.monotonic() + PATIENCE_S
+            missing = list(range(self.world_size))
+            while missing and time.monotonic() < until:
+                missing = [rank for rank in missing if not store.check([f"{prefix}{rank}"])]
+                time.sleep(0.05)
+        except (RuntimeError, KeyError, ValueError):
+            return []
+        return missing
 
     def __repr__(self) -> str:
         return f"C10dCommunicator({self.name}, rank {self.rank} of {self.world_size})"

@@ -52,3 +52,6 @@ class Communicator(Protocol):
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Pending:
         """Start overwriting ``tensor`` with that of group rank ``src``."""
+
+    def absent(self, place: str) -> list[int]:
+        """After a failure: say that this rank got to ``place``, and return the ranks that did not say so soon after."""

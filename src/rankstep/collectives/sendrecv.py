@@ -99,6 +99,10 @@ class SendRecvCommunicator:
             works = [self.group.recv([tensor], src, self._tag)]
         return _Exchange(works, lambda: None, [tensor])
 
+    def absent(self, place: str) -> list[int]:  # noqa: ARG002 - nobody to ask
+        """Unknown: this communicator keeps no store."""
+        return []
+
     def _exchange(
         self, outgoing: list[torch.Tensor], incoming: list[torch.Tensor], finish: Callable[[], None]
     ) -> Pending:

@@ -4,30 +4,43 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import warnings
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.utils import _to_kwargs
 from torch.profiler import record_function
 
-from rankstep.buckets import Reducer
+from rankstep.buckets.promise import StaticPromise
+from rankstep.buckets.window import checked_count
 from rankstep.collectives import C10dCommunicator
-from rankstep.errors import ModelError, ModelTypeError
-from rankstep.parallel import options, replicate
+from rankstep.errors import ModelError
+from rankstep.parallel import changes, options, registration, replicate
+from rankstep.parallel.buffers import Buffers, When
+from rankstep.parallel.compat import TorchReducer
 from rankstep.parallel.hooks import GradientHooks, inside_backward
+from rankstep.parallel.join import ShadowHook
+from rankstep.parallel.mixed import CastingCommunicator, MixedPrecision
+from rankstep.parallel.upkeep import Upkeep
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
+    from rankstep.buckets.comm_hooks import CommHook
+    from rankstep.collectives import Communicator
+    from rankstep.parallel.optim import OptimizersInBackward
+
 _made = itertools.count()
 
+_TorchDDP = nn.parallel.DistributedDataParallel
 
-class DistributedDataParallel(nn.Module):
+
+class DistributedDataParallel(Upkeep):
     """Trains one module on many processes as if they were one.
 
     Every rank builds the same module, wraps it, and runs forward, ``loss.backward()`` and its optimizer on its own
@@ -35,8 +48,10 @@ class DistributedDataParallel(nn.Module):
     ``.grad`` holds the mean of the ranks' gradients, so the same optimizer step everywhere keeps the replicas equal.
 
     What needs a flag or fails in torch's wrapper is right here by default: unused parameters, several backwards of one
-    forward, reentrant checkpoints, the inner module called directly. Gradients are views of the buckets. An attribute
-    that the wrapper does not have is looked up in the module.
+    forward, reentrant checkpoints, the inner module called directly, parameters that are thawed, replaced or added.
+    Gradients are views of the buckets. An attribute that the wrapper does not have is looked up in the module.
+
+    A rolling checksum tells when the ranks' weights drift apart; ``RANKSTEP_DRIFT_ALARM=0`` turns it off.
 
     Args:
         module: The same on every rank; rank 0's parameters and buffers are copied to all.
@@ -50,15 +65,18 @@ class DistributedDataParallel(nn.Module):
         find_unused_parameters: Accepted; unused parameters are always handled, at no cost.
         check_reduction: Accepted and without meaning, as in torch.
         gradient_as_bucket_view: Accepted; gradients always are views of the buckets.
-        static_graph: Accepted; firing counts are always learned.
-        delay_all_reduce_named_params: Refused.
-        param_to_hook_all_reduce: Refused.
-        mixed_precision: Refused; use torch.autocast.
+        static_graph: A promise that every backward uses the same parameters; it is checked.
+        delay_all_reduce_named_params: (name, parameter) pairs to reduce behind all others; needs
+            ``param_to_hook_all_reduce``.
+        param_to_hook_all_reduce: In torch the parameter whose gradient sets them off; here they leave, at the latest,
+            when backward ends.
+        mixed_precision: torch's ``_MixedPrecision``: dtypes for forward and backward, for buckets, and for buffers.
         device_mesh: A 1-D mesh instead of ``process_group``.
-        skip_all_reduce_unused_params: Refused.
+        skip_all_reduce_unused_params: Buckets that this rank did not use at all are not reduced; the ranks must then
+            agree on what is unused.
         bucket_cap_mb_list: MiB for each bucket in turn, the last one repeating.
         batched_grad_copy: Accepted; small gradients are always copied together.
-        forward_sync_buffers: False: buffers are not copied from rank 0 before each forward. Default True.
+        forward_sync_buffers: False: buffers are not copied from rank 0. Default True.
 
     Raises:
         ModelError: The module or an argument cannot work; says why.
@@ -66,6 +84,8 @@ class DistributedDataParallel(nn.Module):
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
     """
+
+    _active_ddp_module: DistributedDataParallel | None = None
 
     def __init__(
         self,
@@ -78,11 +98,11 @@ class DistributedDataParallel(nn.Module):
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
-        check_reduction: bool = False,  # noqa: ARG002 - torch's name, without meaning there too
+        check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
-        delay_all_reduce_named_params: Any = None,
-        param_to_hook_all_reduce: Any = None,
+        delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
         mixed_precision: Any = None,
         device_mesh: DeviceMesh | None = None,
         skip_all_reduce_unused_params: bool = False,
@@ -91,35 +111,24 @@ class DistributedDataParallel(nn.Module):
         forward_sync_buffers: bool | None = None,
     ) -> None:
         super().__init__()
-        options.refuse_unsupported(
-            delay_all_reduce_named_params=(
-                delay_all_reduce_named_params,
-                "every gradient is reduced in its bucket",
-            ),
-            param_to_hook_all_reduce=(
-                param_to_hook_all_reduce,
-                "every gradient is reduced in its bucket",
-            ),
-            mixed_precision=(mixed_precision, "use torch.autocast around forward"),
-            skip_all_reduce_unused_params=(
-                skip_all_reduce_unused_params,
-                "ranks need not agree on what is unused",
-            ),
+        Joinable.__init__(self)
+        self._log: dict[str, Any] = {}
+        options.check_arguments(
+            check_reduction, delay_all_reduce_named_params, param_to_hook_all_reduce
         )
-        self.process_group = _group(process_group, device_mesh)
+        self.process_group = options.group_from(process_group, device_mesh)
+        self.device_mesh = device_mesh
         self.parameters_to_ignore: set[str] = set(
             getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         )
-        everything = [
-            (n, p) for n, p in module.named_parameters() if n not in self.parameters_to_ignore
-        ]
+        self.module = module
+        everything = self._everything()
         options.check_parameters(everything)
         trained = [(name, param) for name, param in everything if param.requires_grad]
-        self.module = module
         self.device = trained[0][1].device
         self.device_type = self.device.type
         self.is_multi_device_module = len({param.device for _, param in everything}) > 1
-        self.device_ids = _check_device_ids(
+        self.device_ids = options.device_ids_from(
             device_ids, output_device, self.device_type, self.is_multi_device_module
         )
         first_device = self.device_ids[0] if self.device_ids else None
@@ -128,51 +137,128 @@ class DistributedDataParallel(nn.Module):
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
-        self.forward_sync_buffers = _sync_buffers_wanted(broadcast_buffers, forward_sync_buffers)
+        self.mixed_precision = mixed_precision
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.forward_sync_buffers = options.sync_buffers_wanted(
+            broadcast_buffers, forward_sync_buffers
+        )
         self.require_forward_param_sync = True
         self.broadcast_bucket_size = replicate.CHUNK_BYTES
+        self.logger = None
+        self._caps = options.caps_from(bucket_cap_mb, bucket_cap_mb_list)
+        self.bucket_bytes_cap = max(self._caps.cap_bytes)
+        self.bucket_bytes_cap_list = (
+            list(self._caps.cap_bytes) if bucket_cap_mb_list is not None else []
+        )
+        self._has_hook = False
+        self._delayed = [name for name, _ in delay_all_reduce_named_params or ()]
+        self._init_buffers = broadcast_buffers is not False
+        self._connect(init_sync=init_sync)
 
-        comm = C10dCommunicator(self.process_group)
-        caps = options.caps_from(bucket_cap_mb, bucket_cap_mb_list)
-        self.bucket_bytes_cap = max(caps.cap_bytes)
+    def _connect(self, *, init_sync: bool) -> None:
+        """Everything that lives only in this process: communicator, reducer, hooks."""
+        comm: Communicator = C10dCommunicator(self.process_group)
+        everything = self._everything()
+        trained = [(name, param) for name, param in everything if param.requires_grad]
         wrapper = next(_made)
         if init_sync:
-            wrapper = replicate.compare_models(
-                everything, {"caps": caps.cap_bytes}, comm, self.device, wrapper
-            )
+            settings = {"caps": self._caps.cap_bytes, "delayed": self._delayed}
+            wrapper = replicate.compare_models(everything, settings, comm, self.device, wrapper)
+        self._buffer_sync = Buffers(
+            self.module, self.parameters_to_ignore, comm, self.broadcast_bucket_size
+        )
+        if init_sync:
             state: list[torch.Tensor] = [param for _, param in everything]
-            if broadcast_buffers is not False:
-                state += self._synced_buffers()
+            state += self._buffer_sync.named().values() if self._init_buffers else []
             replicate.copy_from(state, comm, chunk_bytes=self.broadcast_bucket_size)
+        self._mixed: MixedPrecision | None = None
+        if self.mixed_precision is not None:
+            self._mixed = MixedPrecision(
+                self.module, self.mixed_precision, self.parameters_to_ignore
+            )
+            if self.mixed_precision.reduce_dtype is not None:
+                comm = CastingCommunicator(comm, self.mixed_precision.reduce_dtype)
         names, params = zip(*trained, strict=True)
-        self.reducer = Reducer(names, params, comm, caps, wrapper)
-        self._hooks = GradientHooks(self.reducer, params)
+        self.reducer = TorchReducer(
+            names, params, comm, self._caps, wrapper, options.sparse_names(self.module, comm)
+        )
+        self.reducer.delayed = frozenset(self._delayed)
+        self.reducer.owner = weakref.ref(self)
+        self.reducer.skips_unused = self.skip_all_reduce_unused_params
+        self.reducer.promise = StaticPromise(comm.rank) if self.static_graph else None
+        if self.find_unused_parameters:
+            self.reducer.looking_for_unused = lambda: record_function("search_unused_parameters")
+        self._hooks = GradientHooks(self.reducer, params, self._frozen())
         self._hooks.remove_with(self)
+        self._authoritative_rank = 0
+        self._optimizers: OptimizersInBackward | None = None
+        self._watch_weights()
+        changes.watch(self.module, self._module_changed)
 
     # ---------------------------------------------------------------- a step
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module on this rank's inputs; first copy rank 0's buffers where that is wanted."""
         with record_function("DistributedDataParallel.forward"):
-            grad_enabled = torch.is_grad_enabled()
-            syncs = grad_enabled and self.require_backward_grad_sync
+            syncs = torch.is_grad_enabled() and self.require_backward_grad_sync
             if not inside_backward():
-                self.reducer.enter_forward(counts=syncs and self.training)
-            if self.will_sync_module_buffers():
-                replicate.copy_from(
-                    self._synced_buffers(),
-                    self.reducer.comm,
-                    chunk_bytes=self.broadcast_bucket_size,
-                )
+                self._enter(counts=syncs and self.training)
+            work = Join.notify_join_context(self)
+            if work is not None:
+                work.wait()
+            self._sync_buffers_before_forward(live=True)
+            if self._join_config.enable:
+                self._anyone_syncs(live=True)
             if self.device_ids:
                 device = torch.device(self.device_type, torch.device(self.device_ids[0]).index)
                 moved, moved_kwargs = _to_kwargs(
                     inputs, kwargs, device, use_side_stream_for_tensor_copies=False
                 )
                 inputs, kwargs = moved[0], moved_kwargs[0]
-            output = self.module(*inputs, **kwargs)
+            with self._active():
+                if self._mixed is not None:
+                    output = self._mixed.forward(inputs, kwargs)
+                else:
+                    output = self.module(*inputs, **kwargs)
+            if self._syncs_buffers_now():
+                self._buffer_sync.sync(When.POST_FORWARD, self._authoritative_rank)
             self.require_forward_param_sync = syncs
             return output
+
+    def backward(
+        self, loss_sum: torch.Tensor | None, *, count: float, retain_graph: bool | None = None
+    ) -> None:
+        """Leave the gradient of (sum of all losses) / (sum of all counts) in every ``.grad``.
+
+        The sums go over all ranks and all micro-batches since the last synced backward: exact for any local batch size,
+        any number of micro-batches under ``no_sync``, and ranks that have nothing. The counts ride with the last
+        bucket, so this costs no further collective. Use it for every micro-batch of a step, or for none.
+
+        Args:
+            loss_sum: The sum, not the mean, of this micro-batch's losses; may be scaled by a GradScaler. None, or a
+                tensor without a graph: this rank has nothing to add.
+            count: How many samples or tokens it sums over; 0 or more.
+            retain_graph: As in ``torch.Tensor.backward``.
+
+        Raises:
+            CountError: The count is no number, negative, NaN or infinite (the other ranks are told), or all ranks' counts
+                are 0.
+            RankSkewError: Another rank called plain ``loss.backward()`` in this step.
+        """
+        reducer = self.reducer
+        try:
+            value = checked_count(count, reducer.comm.rank)
+        except Exception as error:
+            self._note_error(error)
+            if self.require_backward_grad_sync:
+                reducer.abandon()
+            raise
+        reducer.weigh(value)
+        before = reducer.reductions
+        if loss_sum is not None and loss_sum.requires_grad:
+            loss_sum.backward(retain_graph=retain_graph)
+        if self.require_backward_grad_sync and reducer.reductions == before:
+            reducer.settle_nothing()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -195,100 +281,92 @@ class DistributedDataParallel(nn.Module):
     def require_backward_grad_sync(self, value: bool) -> None:
         self._hooks.sync = bool(value)
 
-    # ---------------------------------------------------------------- buffers
+    def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
+        """Let ``hook(state, bucket)`` reduce each bucket; torch's own hooks run unchanged.
 
-    def will_sync_module_buffers(self) -> bool:
-        """Whether the next forward copies rank 0's buffers; not after one without grad or under ``no_sync``."""
-        return (
-            self.require_forward_param_sync
-            and self.forward_sync_buffers
-            and bool(self._synced_buffers())
+        Args:
+            state: Passed on to the hook.
+            hook: Gets an object with the methods of ``torch.distributed.GradBucket``, whose gradients nobody has divided;
+                returns a future of the reduced tensor.
+
+        Raises:
+            TypeError: It cannot be called, or its backend is missing.
+            ValueError: Its annotations name other types.
+            RuntimeError: There is a hook already.
+
+        Source: https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html
+        """
+        try:
+            self._use_hook(registration.checked_hook(state, hook, self.reducer.comm))
+        except Exception as error:
+            self._note_error(error)
+            raise
+        self._log["comm_hook"] = getattr(hook, "__qualname__", type(hook).__name__)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        self._use_hook(registration.builtin_hook(comm_hook_type, self.process_group))
+        self._log["comm_hook"] = str(comm_hook_type)
+
+    def _use_hook(self, hook: CommHook | None) -> None:
+        if self._has_hook:
+            raise ModelError(
+                "register_comm_hook or register_builtin_comm_hook can only be called once."
+            )
+        self._has_hook = True
+        if hook is not None:
+            self.reducer.use_hook(hook)
+            # Hooks may well leave the ranks different for a while (post-local SGD).
+            self.reducer.exchange.alarm = None
+
+    # ---------------------------------------------------------------- uneven inputs
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Let ranks run out of inputs at different times; those that have go on to shadow the others.
+
+        Args:
+            divide_by_initial_world_size: True: a rank that has run out counts as a zero gradient. False: the mean goes
+                over the ranks that still have inputs.
+            enable: False turns the context off.
+            throw_on_early_termination: Raise on all ranks as soon as one has run out.
+
+        Source: https://docs.pytorch.org/docs/stable/distributed.algorithms.join.html
+        """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
         )
 
-    def _synced_buffers(self) -> list[torch.Tensor]:
-        # Collected anew each time: modules may put new tensors in their buffers' place.
-        return [
-            b for name, b in self.module.named_buffers() if name not in self.parameters_to_ignore
-        ]
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What ``Join`` calls once this rank has run out."""
+        self.reducer.exchange.divides_by_live = not kwargs.get("divide_by_initial_world_size", True)
+        self._log["join_uneven_inputs"] = True
+        return ShadowHook(self)
 
     @property
-    def broadcast_buffers(self) -> bool:
-        """The old name of ``forward_sync_buffers``."""
-        return self.forward_sync_buffers
+    def join_device(self) -> torch.device:
+        """Where ``Join`` puts its own small tensors."""
+        return self.device
 
-    @broadcast_buffers.setter
-    def broadcast_buffers(self, value: bool) -> None:
-        self.forward_sync_buffers = value
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The group that ``Join`` talks to."""
+        return self.process_group
 
-    # ---------------------------------------------------------------- as a module
+    # ---------------------------------------------------------------- inside
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load the wrapper's own form, with ``module.`` before each name, or the plain module's."""
-        own = set(self.state_dict())
-        wrapped = sum(key in own for key in state_dict)
-        plain = sum(f"module.{key}" in own for key in state_dict)
-        load = self.module.load_state_dict if plain > wrapped else super().load_state_dict
-        return load(state_dict, strict=strict, assign=assign)
-
-    def __getattr__(self, name: str) -> Any:
+    @contextlib.contextmanager
+    def _active(self) -> Iterator[None]:
+        """Let torch.compile split the module's graph at bucket boundaries, so that buckets leave before backward ends."""
+        before = _TorchDDP._active_ddp_module
+        _TorchDDP._active_ddp_module = self  # type: ignore[assignment]
         try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module" or name.startswith("__"):
-                raise
-        try:
-            return getattr(self.module, name)
-        except AttributeError:
-            raise AttributeError(
-                f"neither {type(self).__name__} nor the {type(self.module).__name__} in it has {name!r}"
-            ) from None
-
-
-def _group(
-    process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None
-) -> dist.ProcessGroup:
-    if process_group is not None and device_mesh is not None:
-        raise ModelError("Cannot specify both process_group and device_mesh arguments.")
-    if device_mesh is not None:
-        if device_mesh.ndim != 1:
-            raise ModelError(f"Only 1D device mesh is supported, but got {device_mesh}.")
-        return device_mesh.get_group(mesh_dim=0)
-    if process_group is not None:
-        return process_group
-    try:
-        return C10dCommunicator().group
-    except ValueError as error:
-        raise ModelTypeError(
-            f"{error} No process group is open: wrap the module inside `with rankstep.world():`, or call "
-            "torch.distributed.init_process_group first."
-        ) from error
-
-
-def _check_device_ids(
-    device_ids: Sequence[int | torch.device] | None,
-    output_device: int | torch.device | None,
-    device_type: str,
-    is_multi_device: bool,
-) -> list[int | torch.device] | None:
-    if device_ids is not None and len(device_ids) > 1:
-        raise ModelTypeError("device_ids can only be None or contain a single element.")
-    if (device_ids or output_device is not None) and (is_multi_device or device_type == "cpu"):
-        raise ModelTypeError(
-            "DistributedDataParallel device_ids and output_device arguments only work with single-device/multiple-"
-            f"device GPU modules or CPU modules, but got device_ids {device_ids}, output_device {output_device}, and "
-            f"a module on {device_type}. Leave them out."
-        )
-    return list(device_ids) if device_ids else None
-
-
-def _sync_buffers_wanted(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
-    if broadcast_buffers is not None:
-        message = "broadcast_buffers is deprecated, use forward_sync_buffers"
-        if forward_sync_buffers is not None:
-            message += "; both were given, broadcast_buffers is not used"
-        warnings.warn(message, FutureWarning, stacklevel=4)
-    if forward_sync_buffers is not None:
-        return forward_sync_buffers
-    return broadcast_buffers is not False
+            yield
+        finally:
+            _TorchDDP._active_ddp_module = before

@@ -9,21 +9,26 @@ Note [Outermost backward]
 Note [A backward that died]
     The callback is an object that only the engine holds. If backward raises, the engine drops it without calling it,
     and its ``__del__`` tells the reducer at that very moment.
+
+Note [Frozen parameters]
+    A hook cannot be put on a parameter that does not require grad, but one that was put on it before it was frozen
+    stays. So frozen ones are thawed for the moment of registration, and report by themselves when a user thaws them.
 """
 
 from __future__ import annotations
 
 import sys
+import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from rankstep.buckets.reducer import ReducerState
+from rankstep.buckets.states import ReducerState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from types import CodeType, FrameType
 
     from torch.utils.hooks import RemovableHandle
@@ -63,6 +68,7 @@ class GradientHooks:
     Args:
         reducer: Is told of gradients and of the end of each backward.
         params: The reducer's parameters, in its order.
+        frozen: The module's other parameters; a gradient that reaches one of them is a change to be noticed.
 
     Attributes:
         sync: Whether backwards are reduced; read when a backward's first gradient arrives.
@@ -70,14 +76,30 @@ class GradientHooks:
     Source: https://docs.pytorch.org/docs/stable/generated/torch.Tensor.register_post_accumulate_grad_hook.html
     """
 
-    def __init__(self, reducer: Reducer, params: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, reducer: Reducer, params: Sequence[torch.Tensor], frozen: Iterable[torch.Tensor] = ()
+    ) -> None:
         self.sync = True
         self._reducer = reducer
         self._outer: list[RemovableHandle] = []
-        self._handles = [
-            param.register_post_accumulate_grad_hook(self._hook_for(index))
-            for index, param in enumerate(params)
-        ]
+        self._handles: list[RemovableHandle] = []
+        self._warned = False
+        self.watch(params, frozen)
+
+    def watch(self, params: Sequence[torch.Tensor], frozen: Iterable[torch.Tensor]) -> None:
+        """Put the hooks on these parameters, in the reducer's order, and take them off all others."""
+        self.remove()
+        for index, param in enumerate(params):
+            self._handles.append(param.register_post_accumulate_grad_hook(self._hook_for(index)))
+        for param in frozen:
+            if (
+                param.is_leaf
+                and not param.requires_grad
+                and (param.is_floating_point() or param.is_complex())
+            ):
+                param.requires_grad_(True)
+                self._handles.append(param.register_post_accumulate_grad_hook(self._on_thawed))
+                param.requires_grad_(False)
 
     def remove(self) -> None:
         """Take every hook off the parameters."""
@@ -107,11 +129,26 @@ class GradientHooks:
 
         return on_gradient
 
+    def _on_thawed(self, param: torch.Tensor) -> None:
+        if param.grad is None:
+            return
+        self._reducer.note_change()
+        if self.sync and self._reducer.state is not ReducerState.COLLECTING:
+            self._begin(0)
+
     def _begin(self, index: int) -> bool:
         """The first gradient of a backward. False: under ``no_sync``, it only accumulates."""
         if not self.sync:
             self._reducer.firings.accumulated[index] = 1
             return False
+        if torch.is_grad_enabled() and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "backward(create_graph=True) through DistributedDataParallel: gradients are reduced, but the reduction "
+                "itself is not differentiated, so second-order gradients stay this rank's own. Use torch.autograd.grad "
+                "for a penalty on inputs, which is exact.",
+                stacklevel=2,
+            )
         self._reducer.begin()
         self._queue_end()
         return True

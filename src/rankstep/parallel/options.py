@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from rankstep.buckets import Caps
+from rankstep.collectives import C10dCommunicator
 from rankstep.errors import ModelError, ModelTypeError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from rankstep.collectives import Communicator
 
 MIB = 1024 * 1024
 
@@ -39,17 +47,96 @@ def caps_from(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] |
     return Caps(tuple(max(1, int(value * MIB)) for value in values))
 
 
-def refuse_unsupported(**arguments: Any) -> None:
-    """Raise for arguments of torch's wrapper that cannot be honoured; nothing is accepted and ignored.
+def check_arguments(check_reduction: bool, delayed: Any, param_to_hook: Any) -> None:
+    """Raise for arguments that contradict each other.
 
     Raises:
-        ModelError: One of them was given.
+        ModelTypeError: Only one of the two arguments for delayed parameters was given.
     """
-    for name, (value, reason) in arguments.items():
-        if value:
-            raise ModelError(
-                f"{name} is not supported by rankstep.DistributedDataParallel: {reason}"
-            )
+    if check_reduction:
+        warnings.warn(
+            "The check_reduction argument has no meaning and is kept for old code",
+            FutureWarning,
+            stacklevel=4,
+        )
+    if (delayed is None) != (param_to_hook is None):
+        raise ModelTypeError(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
+        )
+
+
+def sparse_names(module: nn.Module, comm: Communicator) -> frozenset[str]:
+    """Names of the parameters whose gradients are sparse, where the backend can reduce sparse tensors.
+
+    Elsewhere such a gradient is made dense on its way into the bucket: the same values, more bytes.
+    """
+    if comm.name == "nccl":
+        return frozenset()
+    return frozenset(
+        f"{prefix}.weight" if prefix else "weight"
+        for prefix, part in module.named_modules()
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
+    )
+
+
+def group_from(
+    process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None
+) -> dist.ProcessGroup:
+    """The ranks that share the work.
+
+    Raises:
+        ModelError: Both were given, or the mesh has several dimensions.
+        ModelTypeError: Neither was given and no group is open.
+    """
+    if process_group is not None and device_mesh is not None:
+        raise ModelError("Cannot specify both process_group and device_mesh arguments.")
+    if device_mesh is not None:
+        if device_mesh.ndim != 1:
+            raise ModelError(f"Only 1D device mesh is supported, but got {device_mesh}.")
+        return device_mesh.get_group(mesh_dim=0)
+    if process_group is not None:
+        return process_group
+    try:
+        return C10dCommunicator().group
+    except ValueError as error:
+        raise ModelTypeError(
+            f"{error} No process group is open: wrap the module inside `with rankstep.world():`, or call "
+            "torch.distributed.init_process_group first."
+        ) from error
+
+
+def device_ids_from(
+    device_ids: Sequence[int | torch.device] | None,
+    output_device: int | torch.device | None,
+    device_type: str,
+    is_multi_device: bool,
+) -> list[int | torch.device] | None:
+    """The one GPU of the module, or None.
+
+    Raises:
+        ModelTypeError: Several ids, or ids for a module that is not on one GPU.
+    """
+    if device_ids is not None and len(device_ids) > 1:
+        raise ModelTypeError("device_ids can only be None or contain a single element.")
+    if (device_ids or output_device is not None) and (is_multi_device or device_type == "cpu"):
+        raise ModelTypeError(
+            "DistributedDataParallel device_ids and output_device arguments only work with single-device/multiple-"
+            f"device GPU modules or CPU modules, but got device_ids {device_ids}, output_device {output_device}, and "
+            f"a module on {device_type}. Leave them out."
+        )
+    return list(device_ids) if device_ids else None
+
+
+def sync_buffers_wanted(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
+    """Whether buffers are copied from rank 0, from the new argument and its old name."""
+    if broadcast_buffers is not None:
+        message = "broadcast_buffers is deprecated, use forward_sync_buffers"
+        if forward_sync_buffers is not None:
+            message += "; both were given, broadcast_buffers is not used"
+        warnings.warn(message, FutureWarning, stacklevel=4)
+    if forward_sync_buffers is not None:
+        return forward_sync_buffers
+    return broadcast_buffers is not False
 
 
 def check_parameters(named: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -1,0 +1,157 @@
+"""The drift alarm: a rolling checksum of weights and buffers that rides in the trailer.
+
+At the end of backward all ranks hold the same weights, or something is wrong. Each step adds up the bits of a few of
+them, about 1 MiB at most, in a fixed rotation, so that every weight is looked at again and again at a cost far below
+one percent of a step. The sums travel in the ranks' rows; only when they differ do the ranks exchange more, to name the
+rank and the first parameter.
+
+Buffers that are copied from rank 0 in every step are repaired, not compared. Others are compared among the ranks that
+have not written them since they were wrapped, so that running statistics are no drift.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import torch
+
+from rankstep.buckets.trailer import DRIFT_DIGITS
+from rankstep.errors import DriftError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rankstep.collectives import Communicator
+
+SLICE_BYTES = 1 << 20
+"""1 MiB a step: reading it takes about a tenth of a millisecond."""
+
+TENSORS_PER_STEP = 4
+"""Each tensor costs a few microseconds whatever its size."""
+
+_MASK = (1 << 5 * DRIFT_DIGITS) - 1
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+def bit_sum(tensor: torch.Tensor, start: int = 0, end: int | None = None) -> torch.Tensor:
+    """Add up the elements' bits as integers: an int64 scalar on the tensor's device.
+
+    Args:
+        tensor: Any dtype and strides.
+        start: First element, in the order of memory where that is dense.
+        end: Element after the last one; None: to the end.
+    """
+    tensor = tensor.detach()
+    if tensor.is_sparse:
+        tensor = tensor.to_dense()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if not tensor.is_contiguous():
+        # In the order of memory a dense tensor needs no copy.
+        order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+        tensor = tensor.permute(order)
+    flat = tensor.reshape(-1)[start:end]
+    return flat.view(_INTEGER[flat.element_size()]).sum(dtype=torch.int64)
+
+
+class DriftAlarm:
+    """Checks that the ranks still hold the same weights.
+
+    Args:
+        named: Weights and buffers, the same list on every rank.
+        written: For each of them, its version at construction if it is a buffer, else None.
+    """
+
+    def __init__(
+        self, named: Sequence[tuple[str, torch.Tensor]], written: Sequence[int | None]
+    ) -> None:
+        self._names = [name for name, _ in named]
+        self._tensors = [tensor for _, tensor in named]
+        self._written = list(written)
+        self._parts = [
+            (index, start, min(start + length, tensor.numel()))
+            for index, tensor in enumerate(self._tensors)
+            if tensor.numel()
+            for length in [max(1, SLICE_BYTES // tensor.element_size())]
+            for start in range(0, tensor.numel(), length)
+        ]
+        self._next = 0
+        self._agreed = -1
+
+    def sample(self) -> torch.Tensor | None:
+        """The next few parts' checksum, never 0; None if there is nothing to compare."""
+        if not self._parts:
+            return None
+        total: torch.Tensor | None = None
+        size = 0
+        written = False
+        for _ in range(min(TENSORS_PER_STEP, len(self._parts))):
+            index, start, end = self._parts[self._next]
+            part_bytes = (end - start) * self._tensors[index].element_size()
+            is_buffer = self._written[index] is not None
+            if total is not None and (size + part_bytes > SLICE_BYTES or is_buffer):
+                break
+            size += part_bytes
+            self._next = (self._next + 1) % len(self._parts)
+            written = self._is_written(index)
+            part = bit_sum(self._tensors[index], start, end)
+            # An odd factor per part: two errors in one sample do not cancel.
+            total = part if total is None else total * 31 + part
+            if is_buffer:
+                break
+        return None if total is None or written else total & _MASK | 1
+
+    def agreed(self, step: int) -> None:
+        """All ranks reported the same checksum in this step."""
+        self._agreed = step
+
+    def raise_difference(self, comm: Communicator, step: int) -> None:
+        """The checksums differed: find out where, with one all-gather, and raise on every rank.
+
+        Raises:
+            DriftError: Names the ranks, the first tensor that differs and the step of the last agreement.
+        """
+        device = self._tensors[0].device
+        sums = torch.stack(
+            [
+                torch.zeros((), dtype=torch.int64, device=device)
+                if self._is_written(i)
+                else (bit_sum(tensor) | 1).to(device)
+                for i, tensor in enumerate(self._tensors)
+            ]
+        )
+        parts = [torch.empty_like(sums) for _ in range(comm.world_size)]
+        comm.all_gather(parts, sums).wait()
+        table = [part.tolist() for part in parts]
+        for index, name in enumerate(self._names):
+            column = [row[index] for row in table]
+            counts = Counter(value for value in column if value)
+            if len(counts) <= 1:
+                continue
+            usual, many = counts.most_common(1)[0]
+            odd = [r for r, value in enumerate(column) if value and value != usual]
+            who = (
+                f"rank {', '.join(map(str, odd))} differs from the others"
+                if 2 * many > len(column)
+                else (f"ranks {', '.join(map(str, range(len(column))))} hold different values")
+            )
+            since = (
+                f"they last agreed in step {self._agreed}"
+                if self._agreed >= 0
+                else "they never agreed"
+            )
+            raise DriftError(
+                f"rank {comm.rank}: the ranks' weights have drifted apart, seen in step {step} (counted from 0): {who} in "
+                f"{name!r}, the first of {sum(len({row[i] for row in table}) > 1 for i in range(len(self._names)))} that "
+                f"differ; {since}. Something outside the wrapper changed it: an optimizer step on one rank only, a "
+                "random in-place edit, a faulty device. Load the last good checkpoint on all ranks."
+            )
+        raise DriftError(
+            f"rank {comm.rank}: the ranks' weights differed in step {step} (counted from 0) and are equal again; "
+            "something writes them while backward runs"
+        )
+
+    def _is_written(self, index: int) -> bool:
+        before = self._written[index]
+        return before is not None and self._tensors[index]._version != before

@@ -1,0 +1,49 @@
+"""What a reducer can be doing, which moves are legal, and what it asks of its owner."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+
+class ReducerState(enum.Enum):
+    """What a reducer is doing; ``LEGAL`` has the moves."""
+
+    IDLE = "idle"
+    COLLECTING = "collecting gradients"
+    SETTLING = "settling"
+    DIED = "left by a backward that died"
+    BROKEN = "broken"
+
+
+LEGAL = {
+    ReducerState.IDLE: (ReducerState.COLLECTING, ReducerState.BROKEN),
+    ReducerState.COLLECTING: (ReducerState.SETTLING, ReducerState.DIED, ReducerState.BROKEN),
+    ReducerState.SETTLING: (ReducerState.IDLE, ReducerState.BROKEN),
+    ReducerState.DIED: (ReducerState.IDLE, ReducerState.BROKEN),
+    ReducerState.BROKEN: (),
+}
+
+
+class Owner(Protocol):
+    """What the reducer asks of the wrapper."""
+
+    def agreed_parameters(self) -> list[tuple[str, torch.Tensor]]:
+        """Compare the changed module over all ranks, and return its trainable parameters.
+
+        Raises on every rank if it differs.
+        """
+
+    def adopted(self, params: Sequence[torch.Tensor]) -> None:
+        """From now on these are the reducer's parameters, in this order."""
+
+    def settled(self, *, gave: bool) -> None:
+        """The gradients are in place; ``gave``: this rank had a part in them."""
+
+    def failed(self, error: BaseException) -> None:
+        """A step raises."""

@@ -1,0 +1,61 @@
+"""Where each rank's streams go: torch's own settings first, what they leave to the screen through our pipes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rankstep.launch.output import Output, Stream
+
+
+class RankLogs(DefaultLogsSpecs):
+    """torchrun's ``--log-dir``, ``--redirects``, ``--tee`` and ``--local-ranks-filter``, and pipes for the rest.
+
+    Rank 0 keeps the terminal itself, where there is one, so that progress bars and colours work in it.
+
+    Args:
+        output: reads the pipes.
+        settings: what torch has made of the flags.
+        on_restart: called before the ranks start again, when those of the last attempt are gone.
+
+    Source: https://docs.pytorch.org/docs/stable/elastic/multiprocessing.html#torch.distributed.elastic.multiprocessing.LogsSpecs
+    """
+
+    def __init__(
+        self, output: Output, settings: DefaultLogsSpecs, on_restart: Callable[[], None]
+    ) -> None:
+        super().__init__(
+            log_dir=settings._root_log_dir,
+            redirects=settings._redirects,
+            tee=settings._tee,
+            local_ranks_filter=settings._local_ranks_filter,
+        )
+        self._output = output
+        self._on_restart = on_restart
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Choose the paths for one start of the ranks; torch calls it with their variables."""
+        destination = super().reify(envs)
+        streams: list[tuple[Stream, dict[int, str], bool]] = [
+            ("stdout", destination.stdouts, sys.stdout.isatty()),
+            ("stderr", destination.stderrs, sys.stderr.isatty()),
+        ]
+        for local_rank, env in envs.items():
+            rank, attempt = int(env["RANK"]), int(env["TORCHELASTIC_RESTART_COUNT"])
+            if attempt and local_rank == 0:
+                self._on_restart()
+                allowed = env["TORCHELASTIC_MAX_RESTARTS"]
+                print(f"rankstep: restart {attempt} of {allowed}", file=sys.stderr, flush=True)  # noqa: T201
+            for stream, paths, terminal in streams:
+                path = paths[local_rank]
+                # "" is the screen; a rank left out by the filter is sent to the null device, and heard all the same.
+                if (path or (terminal and rank == 0)) and path != os.devnull:
+                    continue
+                paths[local_rank] = self._output.pipe(rank, stream, attempt, shown=not path)
+        return destination
