@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rankstep.buckets.bucket import Bucket
+
 WINDOW = 8
 """After so many backwards in a row that differ from what was learned, what they showed is learned anew."""
 
@@ -20,6 +25,8 @@ class Firings:
     Attributes:
         fired: Calls in this backward, per parameter; hooks write it.
         expected: Calls after which a gradient is whole; hooks read it. Both lists stay the same objects for good.
+        home: Each parameter's bucket, once there is a plan; the same object for good, too.
+        loud: True for each parameter whose hook must call the reducer and not only count down its bucket.
         accumulated: 1 for each parameter that fired under ``no_sync`` since the last reduction.
         newly_used: Parameters that fired although they did not in the first backward.
         newly_unused: Parameters that fired in the first backward and missed in a later one.
@@ -28,6 +35,8 @@ class Firings:
     def __init__(self, count: int) -> None:
         self.fired = [0] * count
         self.expected = [0] * count
+        self.home: list[Bucket] = []
+        self.loud: list[bool] = []
         self.accumulated = [0] * count
         self._zeros = (0,) * count
         self._last_position: dict[int, int] = {}
@@ -53,7 +62,6 @@ class Firings:
         """Whether every backward so far used the same parameters."""
         return not self.newly_used and not self.newly_unused
 
-    @property
     def touched(self) -> list[int]:
         """For each parameter: nonzero if any gradient reached it since the last reduction."""
         return [f + a for f, a in zip(self.fired, self.accumulated, strict=True)]

@@ -1,11 +1,11 @@
-"""The reducer: counts gradients, and settles every backward.
+"""The reducer: settles every backward.
 
 It knows parameters as tensors with a number, and nothing of modules or of autograd: ``parallel/hooks.py`` tells it when
 a gradient arrived and when the backward ended. One step goes like this:
 
 1. The first gradient of a backward calls :meth:`Reducer.begin`.
 2. Every further one calls :meth:`Reducer.ready` when its parameter fired as often as learned, or :meth:`Reducer.again`
-   when it fired more often. A full bucket leaves once all lower ones have left (``line.py``).
+   when it fired more often. A full bucket leaves once all lower ones have left (``collector.py``, ``line.py``).
 3. The end of the outermost backward calls :meth:`Reducer.settle`: the rest leaves, the last bucket with the trailer,
    everything is waited for, and the parameters get their views of the buckets.
 
@@ -20,17 +20,14 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from rankstep.buckets import verdict
-from rankstep.buckets.bucket import BucketState
+from rankstep.buckets.collector import Collector
 from rankstep.buckets.exchange import Exchange
-from rankstep.buckets.learn import Firings
-from rankstep.buckets.line import Line, agree_on_line
-from rankstep.buckets.plan import ParamSpec
-from rankstep.buckets.states import LEGAL, ReducerState
+from rankstep.buckets.states import ReducerState
 from rankstep.buckets.step import Step
 from rankstep.buckets.trailer import Mode
 from rankstep.buckets.window import Window
 from rankstep.errors import CommunicationError, CountError
-from rankstep.trace.events import GradReady, StepSettled
+from rankstep.trace.events import StepSettled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,33 +35,19 @@ if TYPE_CHECKING:
 
     import torch
 
-    from rankstep.buckets.bucket import Bucket
-    from rankstep.buckets.comm_hooks import CommHook
-    from rankstep.buckets.plan import Caps, Plan
+    from rankstep.buckets.plan import Caps
     from rankstep.buckets.promise import StaticPromise
     from rankstep.buckets.states import Owner
-    from rankstep.buckets.step import StepFacts
     from rankstep.collectives import Communicator
-    from rankstep.trace.events import Event
 
 
-class Reducer:
+class Reducer(Collector):
     """Turns the ranks' local gradients into the one global gradient, bucket by bucket.
 
-    Args:
-        names: The parameters' names, for plans and messages.
-        params: The trainable parameters, in the same order on every rank.
-        comm: Moves the buckets.
-        caps: When a bucket is full.
-        wrapper: This wrapper's number in the process, equal on all ranks.
-        sparse: Names of the parameters whose gradients are sparse.
+    Arguments and most attributes are those of :class:`rankstep.buckets.collector.Collector`.
 
     Attributes:
-        reductions: Synced backwards so far.
-        forwards: Training forwards of the wrapper since the last one.
-        recorder: Is told of every event; None costs nothing.
         spent: This rank has run out of inputs and takes part with empty batches.
-        skips_unused: Buckets that no parameter of this rank reached are not reduced.
         promise: Every backward uses the same parameters, or is an error; None: no such promise.
         owner: Returns who is asked when the module has changed and told when a step ends; a weak reference, so that
             the wrapper dies with its last reference and its hooks go.
@@ -81,38 +64,16 @@ class Reducer:
         wrapper: int = 0,
         sparse: frozenset[str] = frozenset(),
     ) -> None:
-        self.comm = comm
-        self.caps = caps
-        self.wrapper = wrapper
-        self.state = ReducerState.IDLE
-        self.recorder: Callable[[Event], None] | None = None
-        self.hook: CommHook | None = None
+        super().__init__(names, params, comm, caps, wrapper, sparse)
         self.owner: Callable[[], Owner | None] = lambda: None
         self.exchange = Exchange(comm, wrapper)
         self.looking_for_unused: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-        self.reductions = 0
-        self.forwards = 0
         self.spent = False
-        self.skips_unused = False
         self.promise: StaticPromise | None = None
-        self.delayed: frozenset[str] = frozenset()
-        self._sparse = sparse
-        self._step = Step()
-        self._last: Step | None = None
         self._window: Window | None = None
         self._broken = ""
-        self._take(names, params)
 
-    def _take(self, names: Sequence[str], params: Sequence[torch.Tensor]) -> None:
-        """Start to learn anew with these parameters."""
-        self.params = list(params)
-        self.specs = [
-            ParamSpec.of(n, p, sparse=n in self._sparse) for n, p in zip(names, params, strict=True)
-        ]
-        self.firings = Firings(len(params))
-        self.line: Line | None = None
-
-    # ---------------------------------------------------------------- called during backward
+    # ---------------------------------------------------------------- from outside
 
     def begin(self) -> None:
         """A synced backward has produced its first gradient.
@@ -122,38 +83,6 @@ class Reducer:
         """
         self._finish_earlier()
         self._move(ReducerState.COLLECTING)
-
-    def ready(self, index: int, param: torch.Tensor) -> None:
-        """A parameter has fired as often as learned: its gradient is whole."""
-        line = self._line
-        if self.recorder is not None:
-            self.recorder(GradReady(self.reductions, index, time.perf_counter_ns()))
-        bucket = line.bucket_of[index]
-        # A user's hook on this parameter runs after ours and wants to see the gradient: leave it where it is, and
-        # let its bucket go with the next one.
-        watched = len(param._post_accumulate_grad_hooks or ()) > 1
-        if index in bucket.large and not watched:
-            bucket.copy_in(index, param)
-        bucket.left -= 1
-        if bucket.left == 0 and not watched and bucket is not line.last:
-            line.gather(bucket, self._step, self._touched)
-            line.launch_full(self._step, self._touched)
-
-    def again(self, index: int, param: torch.Tensor) -> None:
-        """A parameter has fired more often than learned."""
-        if self.line is None:
-            self.firings.note(index)
-            return
-        bucket = self.line.bucket_of[index]
-        if bucket.state is BucketState.IN_FLIGHT:
-            self._step.late.append(index)
-        elif bucket.state is BucketState.READY or index in bucket.copied:
-            bucket.add(index, param)
-            self._step.unused.pop(index, None)
-
-    def note_change(self) -> None:
-        """A gradient reached a parameter that was not trainable when the module was wrapped, or the module changed."""
-        self._step.changed = True
 
     def settle(self, mode: Mode | None = None) -> None:
         """The outermost backward has ended: reduce what is open, wait, hand the gradients back.
@@ -184,7 +113,7 @@ class Reducer:
             line = self._line
             if gives:
                 with self.looking_for_unused():
-                    line.launch_rest(step, self._touched, lambda: self._write_trailer(mode))
+                    line.launch_rest(step, self.firings.touched, lambda: self._write_trailer(mode))
             else:
                 line.launch_zeros(step, lambda: self._write_trailer(mode, gives=False))
             line.wait(step)
@@ -267,35 +196,7 @@ class Reducer:
             )
         self._window.count += count
 
-    # ---------------------------------------------------------------- facts
-
-    @property
-    def plan(self) -> Plan | None:
-        """The layout in use; None before the first synced backward has ended."""
-        return None if self.line is None else self.line.plan
-
-    @property
-    def buckets(self) -> list[Bucket]:
-        """The buckets in launch order; empty before the first synced backward has ended."""
-        return [] if self.line is None else self.line.buckets
-
-    @property
-    def last_step(self) -> StepFacts | None:
-        """Facts of the last settled backward; None before the first."""
-        if self._last is None:
-            return None
-        return self._last.facts(self.reductions - 1, self.specs, len(self.buckets))
-
-    def use_hook(self, hook: CommHook) -> None:
-        """Let a user's function reduce the buckets from now on."""
-        self.hook = hook
-        if self.line is not None:
-            self.line.use_hook(hook)
-
     # ---------------------------------------------------------------- settling
-
-    def _touched(self) -> list[int]:
-        return self.firings.touched
 
     def _write_trailer(self, mode: Mode, *, gives: bool = True, abandoned: bool = False) -> None:
         self.exchange.write(
@@ -335,8 +236,8 @@ class Reducer:
             raise verdict.late_here(names, self.comm.rank, self.reductions - 1)
 
     def _close_step(self) -> None:
-        if self.recorder is not None:
-            self.recorder(StepSettled(self.reductions, time.perf_counter_ns()))
+        if self._recorder is not None:
+            self._recorder(StepSettled(self.reductions, time.perf_counter_ns()))
         self.reductions += 1
         self.forwards = 0
         self._step.unused.clear()
@@ -348,22 +249,6 @@ class Reducer:
             self._line.expect(self.firings.expected)
         self._line.begin_step(self.reductions)
         self._move(ReducerState.IDLE)
-
-    # ---------------------------------------------------------------- plan
-
-    @property
-    def _line(self) -> Line:
-        """The buckets; planned and allocated at the end of the first synced backward, in rank 0's order."""
-        if self.line is None:
-            self.line = agree_on_line(
-                self.firings.order(), self.specs, self.params, self.comm, self.caps, self.delayed
-            )
-            self.line.number = self.reductions
-            self.line.name = f"wrapper {self.wrapper}"
-            self.line.recorder = self.recorder
-            self.line.skips_unused = self.skips_unused
-            self.line.use_hook(self.hook)
-        return self.line
 
     # ---------------------------------------------------------------- when something failed
 
@@ -396,8 +281,3 @@ class Reducer:
         """Nothing can be said of the buckets any more: from now on every use repeats why."""
         self._broken = str(error) or type(error).__name__
         self._move(ReducerState.BROKEN)
-
-    def _move(self, state: ReducerState) -> None:
-        if state not in LEGAL[self.state]:
-            raise AssertionError(f"reducer: {self.state} cannot become {state}")
-        self.state = state

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 _made = itertools.count()
 
-_TorchDDP = nn.parallel.DistributedDataParallel
-
 
 class DistributedDataParallel(Upkeep):
     """Trains one module on many processes as if they were one.
@@ -84,8 +82,6 @@ class DistributedDataParallel(Upkeep):
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
     """
-
-    _active_ddp_module: DistributedDataParallel | None = None
 
     def __init__(
         self,
@@ -364,9 +360,9 @@ class DistributedDataParallel(Upkeep):
     @contextlib.contextmanager
     def _active(self) -> Iterator[None]:
         """Let torch.compile split the module's graph at bucket boundaries, so that buckets leave before backward ends."""
-        before = _TorchDDP._active_ddp_module
-        _TorchDDP._active_ddp_module = self  # type: ignore[assignment]
+        before = torch.nn.parallel.DistributedDataParallel._active_ddp_module
+        torch.nn.parallel.DistributedDataParallel._active_ddp_module = self  # type: ignore[assignment]
         try:
             yield
         finally:
-            _TorchDDP._active_ddp_module = before
+            torch.nn.parallel.DistributedDataParallel._active_ddp_module = before

@@ -115,7 +115,8 @@ class GradientHooks:
         # Called once per parameter and backward: what it needs is bound here, not looked up there.
         reducer = self._reducer
         collecting = ReducerState.COLLECTING
-        fired, expected = reducer.firings.fired, reducer.firings.expected
+        firings = reducer.firings
+        fired, expected, home, loud = firings.fired, firings.expected, firings.home, firings.loud
         ready, again, begin = reducer.ready, reducer.again, self._begin
 
         def on_gradient(param: torch.Tensor) -> None:
@@ -123,7 +124,11 @@ class GradientHooks:
                 return
             count = fired[index] = fired[index] + 1
             if count == expected[index]:
-                ready(index, param)
+                bucket = home[index]
+                if bucket.left > 1 and not loud[index]:
+                    bucket.left -= 1
+                else:
+                    ready(index, param)
             elif count > expected[index]:
                 again(index, param)
 

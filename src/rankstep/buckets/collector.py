@@ -1,0 +1,184 @@
+"""The first half of a step: gradients arrive, are counted, and full buckets leave.
+
+This is the base of the reducer. It holds the parameters, what was learned about them, and the buckets.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from rankstep.buckets.bucket import BucketState
+from rankstep.buckets.learn import Firings
+from rankstep.buckets.line import Line, agree_on_line
+from rankstep.buckets.plan import ParamSpec
+from rankstep.buckets.states import LEGAL, ReducerState
+from rankstep.buckets.step import Step
+from rankstep.trace.events import GradReady
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from rankstep.buckets.bucket import Bucket
+    from rankstep.buckets.comm_hooks import CommHook
+    from rankstep.buckets.plan import Caps, Plan
+    from rankstep.buckets.step import StepFacts
+    from rankstep.collectives import Communicator
+    from rankstep.trace.events import Event
+
+
+class Collector:
+    """Counts gradients and launches full buckets in plan order.
+
+    Args:
+        names: The parameters' names, for plans and messages.
+        params: The trainable parameters, in the same order on every rank.
+        comm: Moves the buckets.
+        caps: When a bucket is full.
+        wrapper: This wrapper's number in the process, equal on all ranks.
+        sparse: Names of the parameters whose gradients are sparse.
+
+    Attributes:
+        state: What it is doing.
+        reductions: Synced backwards so far.
+        forwards: Training forwards of the wrapper since the last one.
+        hook: A user's communication; None: the communicator's all-reduce.
+        skips_unused: Buckets that no parameter of this rank reached are not reduced.
+        delayed: Names of parameters that go last.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        params: Sequence[torch.Tensor],
+        comm: Communicator,
+        caps: Caps,
+        wrapper: int,
+        sparse: frozenset[str],
+    ) -> None:
+        self.comm = comm
+        self.caps = caps
+        self.wrapper = wrapper
+        self.state = ReducerState.IDLE
+        self.hook: CommHook | None = None
+        self.reductions = 0
+        self.forwards = 0
+        self.skips_unused = False
+        self.delayed: frozenset[str] = frozenset()
+        self._recorder: Callable[[Event], None] | None = None
+        self._sparse = sparse
+        self._step = Step()
+        self._last: Step | None = None
+        self._take(names, params)
+
+    def _take(self, names: Sequence[str], params: Sequence[torch.Tensor]) -> None:
+        """Start to learn anew with these parameters."""
+        self.params = list(params)
+        self.specs = [
+            ParamSpec.of(n, p, sparse=n in self._sparse) for n, p in zip(names, params, strict=True)
+        ]
+        self.firings = Firings(len(params))
+        self.line: Line | None = None
+
+    # ---------------------------------------------------------------- called by hooks
+
+    def ready(self, index: int, param: torch.Tensor) -> None:
+        """A parameter has fired as often as learned: its gradient is whole.
+
+        Hooks count small parameters down by themselves, all but the last of a bucket.
+        """
+        line = self._line
+        if self._recorder is not None:
+            self._recorder(GradReady(self.reductions, index, time.perf_counter_ns()))
+        bucket = line.bucket_of[index]
+        # A user's hook on this parameter runs after ours and wants to see the gradient: leave it where it is, and
+        # let its bucket go with the next one.
+        watched = len(param._post_accumulate_grad_hooks or ()) > 1
+        if index in bucket.large and not watched:
+            bucket.copy_in(index, param)
+        bucket.left -= 1
+        if bucket.left == 0 and not watched and bucket is not line.last:
+            line.gather(bucket, self._step, self.firings.touched)
+            line.launch_full(self._step, self.firings.touched)
+
+    def again(self, index: int, param: torch.Tensor) -> None:
+        """A parameter has fired more often than learned."""
+        if self.line is None:
+            self.firings.note(index)
+            return
+        bucket = self.line.bucket_of[index]
+        if bucket.state is BucketState.IN_FLIGHT:
+            self._step.late.append(index)
+        elif bucket.state is BucketState.READY or index in bucket.copied:
+            bucket.add(index, param)
+            self._step.unused.pop(index, None)
+
+    def note_change(self) -> None:
+        """A gradient reached a parameter that was not trainable when the module was wrapped, or the module changed."""
+        self._step.changed = True
+
+    # ---------------------------------------------------------------- the buckets
+
+    @property
+    def plan(self) -> Plan | None:
+        """The layout in use; None before the first synced backward has ended."""
+        return None if self.line is None else self.line.plan
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets in launch order; empty before the first synced backward has ended."""
+        return [] if self.line is None else self.line.buckets
+
+    @property
+    def last_step(self) -> StepFacts | None:
+        """Facts of the last settled backward; None before the first."""
+        if self._last is None:
+            return None
+        return self._last.facts(self.reductions - 1, self.specs, len(self.buckets))
+
+    @property
+    def recorder(self) -> Callable[[Event], None] | None:
+        """Is told of every event; None costs nothing."""
+        return self._recorder
+
+    @recorder.setter
+    def recorder(self, recorder: Callable[[Event], None] | None) -> None:
+        self._recorder = recorder
+        if self.line is not None:
+            self._listen()
+
+    def _listen(self) -> None:
+        line = self._line
+        line.recorder = self._recorder
+        self.firings.home[:] = line.bucket_of
+        self.firings.loud[:] = [
+            self._recorder is not None or index in bucket.large
+            for index, bucket in enumerate(line.bucket_of)
+        ]
+
+    def use_hook(self, hook: CommHook) -> None:
+        """Let a user's function reduce the buckets from now on."""
+        self.hook = hook
+        if self.line is not None:
+            self.line.use_hook(hook)
+
+    @property
+    def _line(self) -> Line:
+        """The buckets; planned and allocated at the end of the first synced backward, in rank 0's order."""
+        if self.line is None:
+            self.line = agree_on_line(
+                self.firings.order(), self.specs, self.params, self.comm, self.caps, self.delayed
+            )
+            self.line.number = self.reductions
+            self.line.name = f"wrapper {self.wrapper}"
+            self._listen()
+            self.line.skips_unused = self.skips_unused
+            self.line.use_hook(self.hook)
+        return self.line
+
+    def _move(self, state: ReducerState) -> None:
+        if state not in LEGAL[self.state]:
+            raise AssertionError(f"reducer: {self.state} cannot become {state}")
+        self.state = state
