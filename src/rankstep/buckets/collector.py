@@ -71,9 +71,9 @@ class Collector:
         self._sparse = sparse
         self._step = Step()
         self._last: Step | None = None
-        self._take(names, params)
+        self.relearn(names, params)
 
-    def _take(self, names: Sequence[str], params: Sequence[torch.Tensor]) -> None:
+    def relearn(self, names: Sequence[str], params: Sequence[torch.Tensor]) -> None:
         """Start to learn anew with these parameters."""
         self.params = list(params)
         self.specs = [

@@ -1,8 +1,8 @@
 """The drift alarm: a rolling checksum of weights and buffers that rides in the trailer.
 
-At the end of backward all ranks hold the same weights, or something is wrong. Each step adds up the bits of a few of
-them, about 1 MiB at most, in a fixed rotation, so that every weight is looked at again and again at a cost far below
-one percent of a step. The sums travel in the ranks' rows; only when they differ do the ranks exchange more, to name the
+At the end of backward all ranks hold the same weights, or something is wrong. Steps add up the bits of a few of them, in
+a fixed rotation, so that every weight is looked at again and again at a cost far below one percent of a step; how many,
+and in every step or in every eighth, depends on the model's size alone, so that all ranks do the same. The sums travel in the ranks' rows; only when they differ do the ranks exchange more, to name the
 rank and the first parameter.
 
 Buffers that are copied from rank 0 in every step are repaired, not compared. Others are compared among the ranks that
@@ -27,8 +27,11 @@ if TYPE_CHECKING:
 SLICE_BYTES = 1 << 20
 """1 MiB a step: reading it takes about a tenth of a millisecond."""
 
-TENSORS_PER_STEP = 4
-"""Each tensor costs a few microseconds whatever its size."""
+EVERY = 8
+"""Models below 1 MiB, whose steps may take less than a millisecond, are sampled in every eighth step."""
+
+TENSORS_PER_SAMPLE = 4
+"""Each tensor costs a few microseconds whatever its size; small models are sampled one at a time."""
 
 _MASK = (1 << 5 * DRIFT_DIGITS) - 1
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
@@ -76,17 +79,22 @@ class DriftAlarm:
             for length in [max(1, SLICE_BYTES // tensor.element_size())]
             for start in range(0, tensor.numel(), length)
         ]
+        total = sum(tensor.numel() * tensor.element_size() for tensor in self._tensors)
+        self._every = EVERY if total < SLICE_BYTES else 1
+        self._per_sample = TENSORS_PER_SAMPLE if total >= 16 * SLICE_BYTES else 1
+        self._steps = 0
         self._next = 0
         self._agreed = -1
 
     def sample(self) -> torch.Tensor | None:
-        """The next few parts' checksum, never 0; None if there is nothing to compare."""
-        if not self._parts:
+        """The next few parts' checksum, never 0; None if there is nothing to compare in this step."""
+        self._steps += 1
+        if not self._parts or self._steps % self._every:
             return None
         total: torch.Tensor | None = None
         size = 0
         written = False
-        for _ in range(min(TENSORS_PER_STEP, len(self._parts))):
+        for _ in range(min(self._per_sample, len(self._parts))):
             index, start, end = self._parts[self._next]
             part_bytes = (end - start) * self._tensors[index].element_size()
             is_buffer = self._written[index] is not None

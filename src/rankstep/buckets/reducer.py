@@ -225,7 +225,7 @@ class Reducer(Collector):
             side.spent, side._window = self.spent, window
             side.exchange.divides_by_live = self.exchange.divides_by_live
             side.settle_nothing(mode)
-        self._take(names, params)
+        self.relearn(names, params)
         owner.adopted(self.params)
 
     def _raise_unsettled(self, step: Step) -> None:

@@ -1,5 +1,7 @@
 """The wrapper that users see (``ddp``), and what connects it: ``replicate`` (same model everywhere), ``hooks`` (autograd)."""
 
+import os
+
 import torch
 
 from rankstep.parallel.ddp import DistributedDataParallel
@@ -8,4 +10,6 @@ __all__ = ["DistributedDataParallel"]
 
 # isinstance(x, torch.nn.parallel.DistributedDataParallel) decides in many libraries how a model is saved, unwrapped and
 # accumulated. torch's class is an ABC, so registering makes those checks hold without inheriting anything.
-torch.nn.parallel.DistributedDataParallel.register(DistributedDataParallel)
+# RANKSTEP_REGISTER=0, set before the first use, leaves torch's class alone.
+if os.environ.get("RANKSTEP_REGISTER") != "0":
+    torch.nn.parallel.DistributedDataParallel.register(DistributedDataParallel)

@@ -189,7 +189,8 @@ class DistributedDataParallel(Upkeep):
         self._authoritative_rank = 0
         self._optimizers: OptimizersInBackward | None = None
         self._watch_weights()
-        changes.watch(self.module, self._module_changed)
+        changes.watch(self.module, self)
+        changes.take_over(params, self)
 
     # ---------------------------------------------------------------- a step
 

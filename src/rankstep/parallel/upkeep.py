@@ -79,9 +79,28 @@ class Upkeep(TorchSurface, Joinable):
         """The reducer has other parameters than before: hook them, and watch the submodules that came with them."""
         self._hooks.watch(params, self._frozen())
         self._watch_weights()
-        changes.watch(self.module, self._module_changed)
+        changes.watch(self.module, self)
+        changes.take_over(params, self)
 
-    def _module_changed(self) -> None:
+    def taken_over(self, newer: Any, params: set[int]) -> None:
+        """The module, or a part of it, was wrapped again: the newer wrapper reduces those parameters.
+
+        If it has all of them, this wrapper goes on as another name for the newer one; otherwise it keeps the rest.
+        """
+        left = [
+            (s.name, p)
+            for s, p in zip(self.reducer.specs, self.reducer.params, strict=True)
+            if id(p) not in params
+        ]
+        self._hooks.remove()
+        if left:
+            self.reducer.relearn([name for name, _ in left], [param for _, param in left])
+            self._hooks.watch(self.reducer.params, self._frozen())
+        else:
+            self.reducer, self._hooks = newer.reducer, newer._hooks
+
+    def module_changed(self) -> None:
+        """A parameter or submodule was assigned somewhere inside the module."""
         self.reducer.note_change()
 
     def _everything(self) -> list[tuple[str, nn.Parameter]]:
