@@ -59,6 +59,10 @@ class DriftError(SyncError):
     """The ranks' weights or buffers are no longer the same."""
 
 
+class NonFiniteGradientWarning(UserWarning):
+    """A rank's gradient was NaN or infinite; names the rank and the parameter."""
+
+
 class CountError(RankstepError, ValueError):
     """A count of samples or tokens that no gradient can be divided by."""
 

@@ -196,6 +196,15 @@ class Bucket:
                 param.grad = None
         return unused
 
+    def first_nonfinite(self) -> int | None:
+        """The number of the first parameter whose gradient here is NaN or infinite."""
+        if bool(torch.isfinite(self.flat[: self.spec.numel]).all()):
+            return None
+        for index, view in zip(self.spec.params, self.views, strict=True):
+            if not bool(torch.isfinite(view).all()):
+                return index
+        return None
+
     def zero(self) -> None:
         """Contribute nothing; gradients that are there stay where they are."""
         self.flat.zero_()

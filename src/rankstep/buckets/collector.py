@@ -46,6 +46,7 @@ class Collector:
         forwards: Training forwards of the wrapper since the last one.
         hook: A user's communication; None: the communicator's all-reduce.
         skips_unused: Buckets that no parameter of this rank reached are not reduced.
+        looks_for_nonfinite: Each rank looks for NaN and infinity in its own gradients.
         delayed: Names of parameters that go last.
     """
 
@@ -66,6 +67,7 @@ class Collector:
         self.reductions = 0
         self.forwards = 0
         self.skips_unused = False
+        self.looks_for_nonfinite = False
         self.delayed: frozenset[str] = frozenset()
         self._recorder: Callable[[Event], None] | None = None
         self._sparse = sparse
@@ -175,6 +177,7 @@ class Collector:
             self.line.name = f"wrapper {self.wrapper}"
             self._listen()
             self.line.skips_unused = self.skips_unused
+            self.line.looks_for_nonfinite = self.looks_for_nonfinite
             self.line.use_hook(self.hook)
         return self.line
 

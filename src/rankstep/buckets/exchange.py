@@ -72,6 +72,7 @@ class Exchange:
             abandoned=int(abandoned),
             late=int(bool(step.late) and gives),
             changed=int(step.changed and gives),
+            nonfinite=0 if step.nonfinite is None else step.nonfinite + 1,
             count=count,
             drift=drift,
         )

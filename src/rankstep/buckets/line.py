@@ -73,6 +73,7 @@ class Line:
         awaited: For each bucket, how many of its parameters must report before it is full.
         trailer: The tail of the last bucket.
         hook: A user's communication in place of ``comm``'s all-reduce.
+        looks_for_nonfinite: Each rank looks for NaN and infinity in its own gradients.
         skips_unused: Buckets that no parameter of this rank reached are not reduced.
         number: Which synced backward is under way, for events and messages.
         name: Of the wrapper, equal on all ranks, for the store.
@@ -102,6 +103,7 @@ class Line:
         )
         self.hook: CommHook | None = None
         self.skips_unused = False
+        self.looks_for_nonfinite = False
         self.number = 0
         self.name = ""
         self.recorder: Callable[[Event], None] | None = None
@@ -145,6 +147,8 @@ class Line:
         if not (whole and bucket.gather()):
             step.unused.update(bucket.gather_with_gaps(touched()))
         bucket.move(BucketState.READY)
+        if self.looks_for_nonfinite and step.nonfinite is None:
+            step.nonfinite = bucket.first_nonfinite()
 
     def launch_full(self, step: Step, touched: Callable[[], list[int]]) -> None:
         """Launch full buckets up to the first that still lacks a gradient; never the last one."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from rankstep.buckets import verdict
@@ -26,7 +27,7 @@ from rankstep.buckets.states import ReducerState
 from rankstep.buckets.step import Step
 from rankstep.buckets.trailer import Mode
 from rankstep.buckets.window import Window
-from rankstep.errors import CommunicationError, CountError
+from rankstep.errors import CommunicationError, CountError, NonFiniteGradientWarning
 from rankstep.trace.events import StepSettled
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from rankstep.buckets.plan import Caps
     from rankstep.buckets.promise import StaticPromise
     from rankstep.buckets.states import Owner
+    from rankstep.buckets.trailer import Row
     from rankstep.collectives import Communicator
 
 
@@ -93,15 +95,17 @@ class Reducer(Collector):
         Raises:
             SyncError: The ranks disagree about this step (the same error on every rank), or a collective failed.
         """
+        owner = self.owner()
         try:
-            self._settle(mode)
+            gave = self._settle(mode)
         except BaseException as error:
-            owner = self.owner()
             if owner is not None:
                 owner.failed(error)
             raise
+        if owner is not None:
+            owner.settled(gave=gave)
 
-    def _settle(self, mode: Mode | None) -> None:
+    def _settle(self, mode: Mode | None) -> bool:
         self._move(ReducerState.SETTLING)
         step, window, exchange = self._step, self._window, self.exchange
         gives = mode is not Mode.JOINED
@@ -136,10 +140,10 @@ class Reducer(Collector):
             raise no_count
         if any(row.changed for row in rows):
             self._adopt_change(mode, window)
+        if self.looks_for_nonfinite:
+            self._report_nonfinite(rows)
         self._raise_unsettled(step)
-        owner = self.owner()
-        if owner is not None:
-            owner.settled(gave=gives)
+        return gives
 
     def settle_nothing(self, mode: Mode | None = None) -> None:
         """Take part in a step without a backward: zeros, or what ``no_sync`` has accumulated."""
@@ -227,6 +231,23 @@ class Reducer(Collector):
             side.settle_nothing(mode)
         self.relearn(names, params)
         owner.adopted(self.params)
+
+    def _report_nonfinite(self, rows: Sequence[Row]) -> None:
+        """Tell once, on every rank, whose gradient was NaN or infinite; it is in the global gradient, too."""
+        found = {rank: row.nonfinite - 1 for rank, row in enumerate(rows) if row.nonfinite}
+        if not found:
+            return
+        self.looks_for_nonfinite = self._line.looks_for_nonfinite = False
+        where = "; ".join(
+            f"rank {rank} in {self.specs[index].name!r}" for rank, index in found.items()
+        )
+        warnings.warn(
+            f"rank {self.comm.rank}: gradients were NaN or infinite before they were summed, in step "
+            f"{self.reductions - 1} (counted from 0): {where}. The global gradient has them, too. This is told once; "
+            "call report_nonfinite() to look again.",
+            NonFiniteGradientWarning,
+            stacklevel=2,
+        )
 
     def _raise_unsettled(self, step: Step) -> None:
         if self.promise is not None:

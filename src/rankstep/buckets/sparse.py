@@ -78,6 +78,10 @@ class SparseBucket(Bucket):
         self._param.grad = None
         return {} if touched[self._index] else {self._index: Kept(grad)}
 
+    def first_nonfinite(self) -> int | None:
+        """The parameter's number, if one of its rows is NaN or infinite."""
+        return None if bool(torch.isfinite(self._rows.values()).all()) else self._index
+
     def zero(self) -> None:
         """Contribute no rows."""
         self._rows = self._no_rows()

@@ -47,6 +47,7 @@ class Step:
         nowhere: Parameters that no rank used.
         second_round: Late gradients were reduced on their own.
         changed: This rank's module has other trainable parameters than were wrapped.
+        nonfinite: The first parameter whose local gradient was NaN or infinite, where that is looked for.
     """
 
     next_bucket: int = 0
@@ -58,6 +59,7 @@ class Step:
     nowhere: tuple[int, ...] = ()
     second_round: bool = False
     changed: bool = False
+    nonfinite: int | None = None
 
     def used_flags(self, count: int, *, gives: bool) -> list[int] | None:
         """One 0 or 1 per parameter: whether this rank used it; None: it used all of them.

@@ -45,6 +45,7 @@ _DIGITS = {
     "abandoned": 1,
     "late": 1,
     "changed": 1,
+    "nonfinite": 4,
     "count": COUNT_DIGITS,
     "drift": DRIFT_DIGITS,
 }
@@ -64,6 +65,8 @@ class Row:
         abandoned: 1 if the backward died and the rank sent zeros for what was missing.
         late: 1 if gradients came after their bucket had left, so that a second round must add them.
         changed: 1 if the module's trainable parameters are no longer those that were wrapped.
+        nonfinite: 1 + the number of the first parameter whose gradient on this rank was NaN or infinite; 0: none, or
+            nobody looked.
         count: Samples or tokens in this rank's window; its 64 bits travel, so any float is exact.
         drift: Checksum of a few weights and buffers.
     """
@@ -75,6 +78,7 @@ class Row:
     abandoned: int = 0
     late: int = 0
     changed: int = 0
+    nonfinite: int = 0
     count: float = 0.0
     drift: int = 0
 

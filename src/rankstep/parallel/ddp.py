@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -182,6 +183,7 @@ class DistributedDataParallel(Upkeep):
         self.reducer.owner = weakref.ref(self)
         self.reducer.skips_unused = self.skip_all_reduce_unused_params
         self.reducer.promise = StaticPromise(comm.rank) if self.static_graph else None
+        self.reducer.looks_for_nonfinite = os.environ.get("RANKSTEP_REPORT_NONFINITE") == "1"
         if self.find_unused_parameters:
             self.reducer.looking_for_unused = lambda: record_function("search_unused_parameters")
         self._hooks = GradientHooks(self.reducer, params, self._frozen())
@@ -314,6 +316,19 @@ class DistributedDataParallel(Upkeep):
             self.reducer.use_hook(hook)
             # Hooks may well leave the ranks different for a while (post-local SGD).
             self.reducer.exchange.alarm = None
+
+    def report_nonfinite(self, enabled: bool = True) -> None:
+        """Look for NaN and infinity in each rank's gradients before they are summed; warn once, on every rank.
+
+        The warning names the rank and the parameter, which nobody can tell any more after the sum. It costs one pass
+        over the gradients, and on a GPU a wait per bucket. ``RANKSTEP_REPORT_NONFINITE=1`` does the same from outside.
+
+        Args:
+            enabled: False stops looking.
+        """
+        self.reducer.looks_for_nonfinite = enabled
+        if self.reducer.line is not None:
+            self.reducer.line.looks_for_nonfinite = enabled
 
     # ---------------------------------------------------------------- uneven inputs
 

@@ -18,17 +18,20 @@ class OptimizersInBackward:
     """
 
     def __init__(self, params: Iterable[torch.Tensor]) -> None:
-        from torch.distributed.optim.apply_optimizer_in_backward import (
-            param_to_optim_hook_handle_map,
-        )
+        self._optimizers: list[tuple[torch.Tensor, list[Any]]] = [
+            (param, param._in_backward_optimizers)  # type: ignore[attr-defined]
+            for param in params
+            if getattr(param, "_in_backward_optimizers", None)
+        ]
+        if self._optimizers:
+            # Only now: importing it takes a while.
+            from torch.distributed.optim.apply_optimizer_in_backward import (
+                param_to_optim_hook_handle_map,
+            )
 
-        self._optimizers: list[tuple[torch.Tensor, list[Any]]] = []
-        for param in params:
-            optimizers = getattr(param, "_in_backward_optimizers", None)
-            if optimizers:
+            for param, _ in self._optimizers:
                 for handle in param_to_optim_hook_handle_map.get(param, ()):
                     handle.remove()
-                self._optimizers.append((param, optimizers))
 
     def step(self) -> None:
         """Step each optimizer whose parameter has a gradient, and take the gradient away."""

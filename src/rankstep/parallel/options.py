@@ -6,6 +6,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from rankstep.buckets import Caps
 from rankstep.collectives import C10dCommunicator
@@ -95,6 +96,10 @@ def group_from(
             raise ModelError(f"Only 1D device mesh is supported, but got {device_mesh}.")
         return device_mesh.get_group(mesh_dim=0)
     if process_group is not None:
+        if not isinstance(process_group, ProcessGroup):
+            raise ModelTypeError(
+                f"process_group is {process_group!r}: this rank is no member of it. Wrap the module on its members only"
+            )
         return process_group
     try:
         return C10dCommunicator().group
