@@ -205,8 +205,14 @@ class Bucket:
                 return index
         return None
 
+    def part_from_gradients(self) -> None:
+        """Move gradients that still lie in the buffer into memory of their own."""
+        for param, view in zip(self.params, self.views, strict=True):
+            if param.grad is view:
+                param.grad = view.clone()
+
     def zero(self) -> None:
-        """Contribute nothing; gradients that are there stay where they are."""
+        """Contribute nothing."""
         self.flat.zero_()
 
     def launch(self, hook: CommHook | None, *, is_last: bool, tail_only: bool) -> None:

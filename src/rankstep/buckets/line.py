@@ -13,7 +13,8 @@ from rankstep.buckets import trailer
 from rankstep.buckets.bucket import Bucket, BucketState
 from rankstep.buckets.plan import make_plan
 from rankstep.buckets.sparse import SparseBucket
-from rankstep.errors import CommunicationError, ModelError
+from rankstep.collectives.failures import naming_failure
+from rankstep.errors import ModelError
 from rankstep.trace.events import BucketLaunched, BucketWaited
 
 if TYPE_CHECKING:
@@ -172,8 +173,9 @@ class Line:
             self._launch(bucket, step, in_backward=False)
 
     def launch_zeros(self, step: Step, write_trailer: Callable[[], None]) -> None:
-        """Give nothing in every bucket that has not left; gradients that are there stay where they are."""
+        """Give nothing in every bucket that has not left; gradients that are there stay as they are."""
         for bucket in self.buckets[step.next_bucket :]:
+            bucket.part_from_gradients()
             bucket.zero()
             if bucket is self.last:
                 write_trailer()
@@ -254,22 +256,15 @@ class Line:
             for index in step.nowhere:
                 self.bucket_of[index].restore(index, step.unused[index])
 
-    def _who_is_missing(self) -> str:
-        absent = self.comm.absent(f"{self.name}/{self.number}")
-        if not absent:
-            return "A rank has ended or cannot be reached: its own output has the first error."
-        who = ("rank " if len(absent) == 1 else "ranks ") + ", ".join(map(str, absent))
-        return f"{who} did not come to this step: ended, or standing elsewhere. Its own output has the first error."
-
     @contextlib.contextmanager
     def naming_failures(self, step: Step) -> Iterator[None]:
         """Say which step a collective failed in, and what to do; a user's hook keeps its own errors."""
-        try:
+        if self.hook is not None:
             yield
-        except RuntimeError as error:
-            if self.hook is not None:
-                raise
-            raise CommunicationError(
-                f"rank {self.comm.rank}: a collective of step {self.number} (counted from 0) failed; "
-                f"{step.next_bucket} of {len(self.buckets)} buckets had left: {error}. {self._who_is_missing()}"
-            ) from error
+            return
+        what = (
+            f"a collective of step {self.number} (counted from 0), after {step.next_bucket} of {len(self.buckets)} "
+            "buckets had left,"
+        )
+        with naming_failure(self.comm, f"{self.name}/{self.number}", what):
+            yield

@@ -82,6 +82,9 @@ class SparseBucket(Bucket):
         """The parameter's number, if one of its rows is NaN or infinite."""
         return None if bool(torch.isfinite(self._rows.values()).all()) else self._index
 
+    def part_from_gradients(self) -> None:
+        """Nothing to do: rows are not kept in a buffer."""
+
     def zero(self) -> None:
         """Contribute no rows."""
         self._rows = self._no_rows()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from rankstep.collectives.failures import naming_failure
 from rankstep.errors import ModelMismatchError
 
 if TYPE_CHECKING:
@@ -120,7 +121,8 @@ def compare_models(
 
 def _gather(tensor: torch.Tensor, comm: Communicator) -> list[torch.Tensor]:
     parts = [torch.empty_like(tensor) for _ in range(comm.world_size)]
-    comm.all_gather(parts, tensor).wait()
+    with naming_failure(comm, "compare", "comparing the ranks' models"):
+        comm.all_gather(parts, tensor).wait()
     return parts
 
 
@@ -143,6 +145,13 @@ def copy_from(
     """
     if comm.world_size == 1:
         return
+    with naming_failure(comm, "copy", f"copying parameters or buffers from rank {src}"):
+        _copy_all(tensors, comm, src, chunk_bytes)
+
+
+def _copy_all(
+    tensors: Iterable[torch.Tensor], comm: Communicator, src: int, chunk_bytes: int
+) -> None:
     groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():

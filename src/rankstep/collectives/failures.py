@@ -1,0 +1,40 @@
+"""A collective that failed, told as people need it: what it was for, who is missing, what to do."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from rankstep.errors import CommunicationError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rankstep.collectives.communicator import Communicator
+
+
+@contextlib.contextmanager
+def naming_failure(comm: Communicator, place: str, what: str) -> Iterator[None]:
+    """Turn a backend's error into one that names this rank, the work, and the ranks that did not come.
+
+    Args:
+        comm: The ranks.
+        place: The same on all ranks that take part, and different for each step; a key in the group's store.
+        what: For the message, as "the all-reduces of step 3".
+
+    Raises:
+        CommunicationError: In place of a RuntimeError of the backend.
+    """
+    try:
+        yield
+    except CommunicationError:
+        raise
+    except RuntimeError as error:
+        absent = comm.absent(place)
+        who = "A rank has ended or cannot be reached"
+        if absent:
+            ranks = ("rank " if len(absent) == 1 else "ranks ") + ", ".join(map(str, absent))
+            who = f"{ranks} did not come: ended, or standing elsewhere"
+        raise CommunicationError(
+            f"rank {comm.rank}: {what} failed: {error}. {who}. The first error among the ranks' outputs says why."
+        ) from error
