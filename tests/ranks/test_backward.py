@@ -5,6 +5,7 @@ the mean of their gradients. In float64 with two ranks the mean has no rounding 
 wherever a parameter's gradient is reduced once.
 """
 
+# ruff: noqa: B023 (what binds a loop variable here is called in the same turn of the loop)
 from __future__ import annotations
 
 import copy
@@ -524,7 +525,9 @@ def several_ways(me, cap):
             before = wrapped.reducer.reductions
             way(wrapped, me.rank, step)
             assert wrapped.reducer.reductions - before == reductions, name
-            wanted = one_process(model, lambda plain, rank, _: way(plain, rank, step), me.world_size)
+            wanted = one_process(
+                model, lambda plain, rank, _: way(plain, rank, step), me.world_size
+            )
             found[name, step] = grads_of(wrapped), wanted
     return found
 
@@ -659,9 +662,7 @@ def own_gradients_put_in(me):
             param.grad = torch.full_like(param, float(index))
         summed(plain, rank, 2).backward()
 
-    assert_close_to(
-        grads_of(wrapped), one_process(model, loss_of, me.world_size), rel=1e-15
-    )
+    assert_close_to(grads_of(wrapped), one_process(model, loss_of, me.world_size), rel=1e-15)
 
 
 def test_gradients_that_a_user_put_in_are_added_to(ranks):
@@ -818,7 +819,11 @@ class Nested(torch.autograd.Function):
     def backward(ctx, grad):
         with torch.enable_grad():
             x = ctx.x.requires_grad_()
-            out = ctx.run(x) if ctx.depth == 0 else Nested.apply(x, ctx.run, ctx.depth - 1) + ctx.run(x)
+            out = (
+                ctx.run(x)
+                if ctx.depth == 0
+                else Nested.apply(x, ctx.run, ctx.depth - 1) + ctx.run(x)
+            )
         out.backward(grad)
         return x.grad, None, None
 
@@ -873,9 +878,9 @@ def late(me, when, cap, keep):
         first = 0 if keep else step
         wanted = one_process(
             model,
-            lambda plain, rank, i: plain(inputs(rank, first + i), times(rank, first + i))
-            .sum()
-            .backward(),
+            lambda plain, rank, i: (
+                plain(inputs(rank, first + i), times(rank, first + i)).sum().backward()
+            ),
             me.world_size,
             steps=step - first + 1,
         )
@@ -891,7 +896,9 @@ def test_late_gradients_are_added_exactly_on_all_ranks(ranks, world, when, keep)
     results = ranks(world).run(late, when, TINY, keep)
     assert_same_on_all([grads for grads, _, _ in results])
     for rank, (_, facts, expected) in enumerate(results):
-        assert [step.second_round for step in facts] == [step.second_round for step in results[0][1]]
+        assert [step.second_round for step in facts] == [
+            step.second_round for step in results[0][1]
+        ]
         # The first late gradient needs a second round on every rank, also on those that had none.
         assert facts[1].second_round
         assert facts[1].all_reduces == 2 * facts[1].buckets
@@ -966,9 +973,9 @@ def late_and_large(me, cap):
         wrapped(inputs(me.rank, step), own).sum().backward()
         wanted = one_process(
             model,
-            lambda plain, rank, _: plain(inputs(rank, step), times if rank == 1 else 1)
-            .sum()
-            .backward(),
+            lambda plain, rank, _: (
+                plain(inputs(rank, step), times if rank == 1 else 1).sum().backward()
+            ),
             me.world_size,
         )
         assert_close_to(grads_of(wrapped), wanted, rel=1e-13)

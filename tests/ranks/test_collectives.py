@@ -59,9 +59,7 @@ def test_every_collective_does_what_it_says(ranks, world, kind):
     values = [value(rank) for rank in range(world)]
     for rank, result in enumerate(results):
         assert result["facts"] == (rank, world, False, True)
-        assert_bitwise_equal(
-            result["allocated"], (torch.zeros(7, dtype=torch.bfloat16), 0, True)
-        )
+        assert_bitwise_equal(result["allocated"], (torch.zeros(7, dtype=torch.bfloat16), 0, True))
         assert_close_to(result["all_reduce"], sum(values), rel=1e-6)
         assert_bitwise_equal(result["all_gather"], values)
         assert_bitwise_equal(result["broadcast"], values)

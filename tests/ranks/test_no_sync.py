@@ -201,13 +201,18 @@ class Stop(Exception):  # noqa: N818 (thrown on purpose)
     pass
 
 
+def leaves_by_an_exception(wrapped, rank):
+    with wrapped.no_sync():
+        loss(wrapped, rank, 0)
+        raise Stop
+
+
 def raises_inside(me):
     model = net()
     wrapped = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=TINY)
     for _ in range(2):
-        with pytest.raises(Stop), wrapped.no_sync():
-            loss(wrapped, me.rank, 0)
-            raise Stop
+        with pytest.raises(Stop):
+            leaves_by_an_exception(wrapped, me.rank)
         assert wrapped.require_backward_grad_sync
         with wrapped.no_sync():
             with pytest.raises(Stop), wrapped.no_sync():
@@ -342,9 +347,7 @@ def different_lengths(me):
             for extra in range(me.rank):
                 loss(wrapped.module, me.rank, 100 + 10 * step + extra).backward()
         loss(wrapped, me.rank, step).backward()
-    every = [
-        local(model, rank, [*range(110, 110 + rank), 1]) for rank in range(me.world_size)
-    ]
+    every = [local(model, rank, [*range(110, 110 + rank), 1]) for rank in range(me.world_size)]
     wanted = {n: sum(grads[n] / me.world_size for grads in every) for n in every[0]}
     assert_close_to(grads_of(wrapped), wanted, rel=1e-14)
     return grads_of(wrapped)

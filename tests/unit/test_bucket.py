@@ -23,9 +23,7 @@ LARGE_BYTES = 32
 def bucket_of(tensors, comm=None, *, extra=0, packed_below=LARGE_BYTES):
     """One bucket with all the tensors, those below 32 bytes packed."""
     specs = [ParamSpec.of(f"p{i}", tensor) for i, tensor in enumerate(tensors)]
-    plan = make_plan(
-        specs, range(len(specs)), Caps((10**9,)), packed_below_bytes=packed_below
-    )
+    plan = make_plan(specs, range(len(specs)), Caps((10**9,)), packed_below_bytes=packed_below)
     (planned,) = plan.buckets
     bucket = Bucket(planned, specs, tensors, comm or RecordingCommunicator(2), extra)
     bucket.begin_step(len(tensors))
@@ -491,9 +489,7 @@ def test_complex_gradients_travel_as_pairs_of_reals(dtype, packed_below):
 def test_a_view_of_a_buffer_that_begins_inside_a_storage():
     storage = torch.arange(12.0)
     real = ParamSpec.of("p", torch.zeros(2, 2))
-    assert_bitwise_equal(
-        grad_view(storage[4:], 2, real), torch.tensor([[6.0, 7.0], [8.0, 9.0]])
-    )
+    assert_bitwise_equal(grad_view(storage[4:], 2, real), torch.tensor([[6.0, 7.0], [8.0, 9.0]]))
     pair = ParamSpec.of("p", torch.zeros(2, dtype=torch.complex64))
     assert_bitwise_equal(grad_view(storage[4:], 2, pair), torch.tensor([6 + 7j, 8 + 9j]))
 

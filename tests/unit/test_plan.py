@@ -204,7 +204,7 @@ def test_the_fingerprint_tells_layouts_apart():
     others = {
         "order": plan_of(specs, order=[1, 0, 2]),
         "caps": plan_of(specs, caps=(16,)),
-        "packing": plan_of(specs[:2] + [spec(5)], packed_below_bytes=17),
+        "packing": plan_of([*specs[:2], spec(5)], packed_below_bytes=17),
         "name": plan_of([replace(specs[0], name="z"), *specs[1:]]),
         "shape": plan_of([*specs[:2], spec(4, 1, name="c")]),
         "strides": plan_of([*specs[:2], replace(specs[2], stride=(1, 2))]),
@@ -231,7 +231,7 @@ def test_the_table_names_each_bucket_and_its_ends():
     head, *lines = plan.describe().splitlines()
     assert head == "3 parameters in 2 buckets"
     assert len(lines) == 2
-    assert "last.weight .. last.weight" in lines[0]
+    assert lines[0].endswith("last.weight")
     assert "mid .. first" in lines[1]
     assert "float32" in lines[1]
 

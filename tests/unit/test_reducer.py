@@ -40,13 +40,15 @@ def value(index, step=0, rank=0):
 
 
 class Peer:
-    """Rank 1 of two: puts its own gradients and its own row into every all-reduce.
+    """The other one of two ranks: puts its own gradients and its own row into every all-reduce.
 
     Attributes:
         grads: What it has, by parameter; zeros for all others.
         late: What it puts into a second round, by parameter.
         row: What it says; by default what the reducer under test says of itself.
         used: Its flags; by default 1 for whatever has a gradient.
+        order: What it broadcasts as rank 0.
+        averages: The collective divides, so that it does not.
     """
 
     def __init__(self):
@@ -57,8 +59,8 @@ class Peer:
         self.row = {}
         self.used = None
         self.order = None
+        self.averages = False
         self.launched = 0
-        self.sent = []
 
     def __call__(self, call):
         collective = self.comm.calls[call]
@@ -71,11 +73,12 @@ class Peer:
         part = torch.zeros(collective.numel, dtype=collective.dtype)
         for index, offset in zip(bucket.spec.params, bucket.spec.offsets, strict=True):
             if index in grads:
-                part[offset : offset + SIZE] = grads[index] / 2
+                part[offset : offset + SIZE] = grads[index] / (1 if self.averages else 2)
         if collective.numel > bucket.spec.numel:
             count = len(self.reducer.params)
             said = {"reductions": self.reducer.reductions, "forwards": self.reducer.forwards}
-            tail = Trailer(part[bucket.spec.numel :], count, 1, 2, averages=False)
+            me = 1 - self.comm.rank
+            tail = Trailer(part[bucket.spec.numel :], count, me, 2, averages=False)
             used = self.used or [int(index in self.grads) for index in range(count)]
             tail.write(Row(**(said | {"wrapper": self.reducer.wrapper} | self.row)), used)
         return [part]
@@ -169,25 +172,12 @@ def test_the_first_step_launches_nothing_before_its_end():
 def test_another_rank_adopts_the_order_of_rank_0():
     driver = Driver(4, world=2, rank=1)
     driver.peer.order = [3, 1, 0, 2]
-    # Rank 1 under test is played by the peer's rows of rank 0.
-    driver.peer.row = {}
-    driver.backward_parts = None
-    peer = driver.peer
-
-    def as_rank_0(call):
-        parts = Peer.__call__(peer, call)
-        collective = peer.comm.calls[call]
-        bucket = driver.reducer.buckets[-1] if driver.reducer.buckets else None
-        if bucket is not None and collective.numel > bucket.spec.numel:
-            part = torch.zeros(collective.numel)
-            tail = Trailer(part[bucket.spec.numel :], 4, 0, 2, averages=False)
-            tail.write(Row(reductions=driver.reducer.reductions), [1] * 4)
-            return [part]
-        return parts
-
-    peer.comm._peers = as_rank_0
+    driver.peer.grads = {index: value(index, 0, 1) for index in range(4)}
     driver.backward([0, 1, 2, 3])
     assert driver.reducer.plan.order == (3, 1, 0, 2)
+    assert driver.reducer.firings.order() == [0, 1, 2, 3]
+    for index, grad in enumerate(driver.grads):
+        assert_bitwise_equal(grad, (value(index) + value(index, 0, 1)) / 2)
 
 
 def test_a_parameter_that_does_not_fire_in_the_first_step_goes_last():
@@ -233,7 +223,9 @@ def test_a_full_bucket_waits_for_all_lower_ones():
 
 
 @settings(max_examples=60)
-@given(st.integers(2, 6).flatmap(lambda n: st.tuples(st.permutations(range(n)), st.integers(8, 20))))
+@given(
+    st.integers(2, 6).flatmap(lambda n: st.tuples(st.permutations(range(n)), st.integers(8, 20)))
+)
 def test_buckets_leave_by_index_whatever_becomes_ready_first(case):
     order, cap = case
     count = len(order)
@@ -255,9 +247,7 @@ def test_buckets_leave_by_index_whatever_becomes_ready_first(case):
     events = [e for e in driver.events if isinstance(e, BucketLaunched)]
     assert sum(e.in_backward for e in events) == driver.reducer.last_step.launched_in_backward
     # One that leaves with the very last gradient overlaps with nothing.
-    last_fired = driver.events.index(
-        [e for e in driver.events if isinstance(e, GradReady)][-1]
-    )
+    last_fired = driver.events.index([e for e in driver.events if isinstance(e, GradReady)][-1])
     for event in events:
         assert event.in_backward == (driver.events.index(event) < last_fired)
 
@@ -369,15 +359,14 @@ def test_the_gradients_are_the_mean_of_both_ranks():
 
 
 def test_a_mean_inside_the_collective_is_not_divided_again():
-    class Averaging(Peer):
-        def __call__(self, call):
-            # The collective divides; this rank must not have done so.
-            return [2 * part for part in super().__call__(call)] if call else super().__call__(call)
-
-    driver = Driver(3, ALL, world=1, averages=True)
-    driver.backward(range(3))
-    for index, grad in enumerate(driver.grads):
-        assert_bitwise_equal(grad, value(index))
+    driver = Driver(3, ALL, world=2, averages=True)
+    driver.peer.averages = True
+    for step in range(2):
+        driver.peer.grads = {index: value(index, step, 1) for index in range(3)}
+        driver.backward(range(3), step)
+        for index, grad in enumerate(driver.grads):
+            assert_bitwise_equal(grad, (value(index, step) + value(index, step, 1)) / 2)
+        driver.zero_grad()
 
 
 # ---------------------------------------------------------------- unused parameters
@@ -620,16 +609,21 @@ def test_a_gradient_for_an_open_bucket_just_accumulates():
 def test_a_late_gradient_of_a_parameter_that_was_not_expected_counts_as_use():
     driver = Driver(3, Caps((16, 8)), world=2)
     driver.peer.grads = {0: value(0, 0, 1), 2: value(2, 0, 1)}
-    # Parameter 1 shares the first bucket and does not fire in the first step.
-    driver.reducer.firings.note(0)
+    # Parameter 1 comes early in rank 0's order, but no gradient of it is expected.
     driver.reducer.firings.note(1)
-    driver.reducer.firings.note(2)
     driver.backward([0, 2])
-    assert [bucket.params for bucket in driver.reducer.plan.buckets] == [(0, 2), (1,)]
+    assert [bucket.params for bucket in driver.reducer.plan.buckets] == [(1, 0), (2,)]
+    assert driver.reducer.firings.expected == [1, 0, 1]
+    assert driver.params[1].grad is None
     driver.zero_grad()
     driver.peer.new_step()
     driver.peer.grads = {0: value(0, 1, 1), 2: value(2, 1, 1)}
-    driver.backward([0, 2, 1], 1)
+    driver.fire(0, value(0, 1))
+    assert driver.launched[-1] == 0
+    driver.fire(1, value(1, 1))
+    driver.fire(2, value(2, 1))
+    driver.reducer.settle()
+    assert driver.reducer.last_step.second_round
     assert driver.reducer.last_step.unused == ()
     assert_bitwise_equal(driver.params[1].grad, value(1, 1) / 2)
 
@@ -706,27 +700,47 @@ def failing(at_call, *, on_wait):
     return lambda comm: FailingCommunicator(comm, at_call, on_wait=on_wait)
 
 
-@pytest.mark.parametrize("on_wait", [True, False], ids=["in wait", "at the start"])
-def test_a_collective_that_fails_breaks_the_reducer_and_says_where(on_wait):
-    driver = Driver(3, wrap=failing(5, on_wait=on_wait))
+def check_failure(error):
+    assert "rank 0" in str(error)
+    assert "step 1" in str(error)
+    assert "Connection reset by peer" in str(error)
+    assert isinstance(error.__cause__, RuntimeError)
+
+
+def test_a_wait_that_fails_breaks_the_reducer_and_says_where():
+    driver = Driver(3, wrap=failing(5, on_wait=True))
     driver.learn()
     with pytest.raises(CommunicationError) as raised:
         driver.backward(range(3), 1)
-    assert "rank 0" in str(raised.value)
-    assert "step 1" in str(raised.value)
-    assert "Connection reset by peer" in str(raised.value)
-    assert isinstance(raised.value.__cause__, RuntimeError)
-    if not on_wait:
-        # It failed in the hook of a parameter, and autograd drops its callback.
-        driver.reducer.died()
+    check_failure(raised.value)
     assert driver.reducer.state is ReducerState.BROKEN
+    # Nobody knows what the buckets hold, so every use repeats why.
     for again in (
         driver.reducer.begin,
         lambda: driver.reducer.enter_forward(counts=True),
         driver.reducer.begin,
     ):
-        with pytest.raises(CommunicationError):
+        with pytest.raises(CommunicationError, match="Connection reset by peer"):
             again()
+
+
+def test_a_launch_that_fails_in_a_hook_is_a_backward_that_died():
+    inner = []
+
+    def wrap(comm):
+        inner.append(comm)
+        return FailingCommunicator(comm, 5, on_wait=False)
+
+    driver = Driver(3, wrap=wrap)
+    driver.learn()
+    with pytest.raises(CommunicationError) as raised:
+        driver.backward(range(3), 1)
+    check_failure(raised.value)
+    assert driver.reducer.state is ReducerState.COLLECTING
+    # Autograd drops its callback. The other ranks get zeros for the bucket that failed and for those after it.
+    driver.reducer.died()
+    assert driver.reducer.state is ReducerState.DIED
+    assert len(inner[0].calls) == 4 + 1 + 2
 
 
 @pytest.mark.parametrize("on_wait", [True, False], ids=["in wait", "at the start"])

@@ -51,7 +51,10 @@ def agree_on_line(
     """
     device = specs[0].device
     agreed = torch.tensor(order, dtype=torch.int64, device=device)
-    comm.broadcast(agreed, 0).wait()
+    with naming_failure(
+        comm, "order", "agreeing on rank 0's bucket order at the end of the first backward"
+    ):
+        comm.broadcast(agreed, 0).wait()
     packed_below = EAGER_BYTES if device.type == "cpu" else sys.maxsize
     in_order = sorted(agreed.tolist(), key=lambda index: specs[index].name in delayed)
     return Line(make_plan(specs, in_order, caps, packed_below_bytes=packed_below), params, comm)
