@@ -11,7 +11,7 @@ import torch
 from rankstep.buckets.comm_hooks import CommHook, GradBucket, HookWork
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from rankstep.buckets.plan import BucketSpec, ParamSpec
     from rankstep.collectives import Communicator, Pending
@@ -235,6 +235,12 @@ class Bucket:
             with torch.no_grad():
                 self._work = HookWork(hook.function(hook.state, bucket), gradients)
         self.move(BucketState.IN_FLIGHT)
+
+    def when_finished(self, call: Callable[[], None]) -> None:
+        """Call when the all-reduce has ended, from whatever thread ends it; never, where the backend cannot tell."""
+        future = getattr(self._work, "get_future", None)
+        if future is not None:
+            future().add_done_callback(lambda _: call())
 
     def wait(self) -> None:
         """Return when the result may be used."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from rankstep.buckets.plan import make_plan
 from rankstep.buckets.sparse import SparseBucket
 from rankstep.collectives.failures import naming_failure
 from rankstep.errors import ModelError
-from rankstep.trace.events import BucketLaunched, BucketWaited
+from rankstep.trace.events import BucketFilled, BucketFinished, BucketLaunched, BucketWaited
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -151,6 +152,8 @@ class Line:
         if not (whole and bucket.gather()):
             step.unused.update(bucket.gather_with_gaps(touched()))
         bucket.move(BucketState.READY)
+        if self.recorder is not None:
+            self.recorder(BucketFilled(self.number, bucket.spec.index, time.perf_counter_ns()))
         if self.looks_for_nonfinite and step.nonfinite is None:
             step.nonfinite = bucket.first_nonfinite()
 
@@ -202,6 +205,15 @@ class Line:
         if self.recorder is not None:
             now = time.perf_counter_ns()
             self.recorder(BucketLaunched(self.number, bucket.spec.index, in_backward, now))
+            bucket.when_finished(
+                functools.partial(
+                    self._tell_finished, self.recorder, self.number, bucket.spec.index
+                )
+            )
+
+    @staticmethod
+    def _tell_finished(recorder: Callable[[Event], None], number: int, index: int) -> None:
+        recorder(BucketFinished(number, index, time.perf_counter_ns()))
 
     # ---------------------------------------------------------------- waiting and handing back
 

@@ -28,7 +28,7 @@ from rankstep.buckets.step import Step
 from rankstep.buckets.trailer import Mode
 from rankstep.buckets.window import Window
 from rankstep.errors import CommunicationError, CountError, NonFiniteGradientWarning
-from rankstep.trace.events import StepSettled
+from rankstep.trace.events import BackwardBegan, StepSettled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -85,6 +85,8 @@ class Reducer(Collector):
         """
         self._finish_earlier()
         self._move(ReducerState.COLLECTING)
+        if self._recorder is not None:
+            self._recorder(BackwardBegan(self.reductions, time.perf_counter_ns()))
 
     def settle(self, mode: Mode | None = None) -> None:
         """The outermost backward has ended: reduce what is open, wait, hand the gradients back.

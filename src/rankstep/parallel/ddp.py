@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +19,14 @@ from rankstep.buckets.promise import StaticPromise
 from rankstep.buckets.window import checked_count
 from rankstep.collectives import C10dCommunicator
 from rankstep.errors import ModelError
-from rankstep.parallel import changes, options, registration, replicate
+from rankstep.parallel import changes, observers, options, registration, replicate
 from rankstep.parallel.buffers import Buffers, When
 from rankstep.parallel.compat import TorchReducer
 from rankstep.parallel.hooks import GradientHooks, inside_backward
 from rankstep.parallel.join import ShadowHook
 from rankstep.parallel.mixed import CastingCommunicator, MixedPrecision
 from rankstep.parallel.upkeep import Upkeep
+from rankstep.trace.events import ForwardBegan, ForwardEnded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -193,12 +195,17 @@ class DistributedDataParallel(Upkeep):
         self._watch_weights()
         changes.watch(self.module, self)
         changes.take_over(params, self)
+        for tell in observers.on_wrap:
+            tell(self)
 
     # ---------------------------------------------------------------- a step
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module on this rank's inputs; first copy rank 0's buffers where that is wanted."""
         with record_function("DistributedDataParallel.forward"):
+            recorder = self.reducer.recorder
+            if recorder is not None:
+                recorder(ForwardBegan(self.reducer.reductions, time.perf_counter_ns()))
             syncs = torch.is_grad_enabled() and self.require_backward_grad_sync
             if not inside_backward():
                 self._enter(counts=syncs and self.training)
@@ -222,6 +229,8 @@ class DistributedDataParallel(Upkeep):
             if self._syncs_buffers_now():
                 self._buffer_sync.sync(When.POST_FORWARD, self._authoritative_rank)
             self.require_forward_param_sync = syncs
+            if recorder is not None:
+                recorder(ForwardEnded(self.reducer.reductions, time.perf_counter_ns()))
             return output
 
     def backward(

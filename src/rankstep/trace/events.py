@@ -10,6 +10,45 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class ForwardBegan:
+    """The wrapper was called.
+
+    Attributes:
+        step: The synced backward that will follow, counted from 0 for each wrapper.
+        at_ns: When.
+    """
+
+    step: int
+    at_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardEnded:
+    """The wrapper returned its output.
+
+    Attributes:
+        step: The synced backward that will follow.
+        at_ns: When.
+    """
+
+    step: int
+    at_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardBegan:
+    """A synced backward produced its first gradient.
+
+    Attributes:
+        step: Which synced backward.
+        at_ns: When.
+    """
+
+    step: int
+    at_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class GradReady:
     """A parameter received its whole gradient of this backward.
 
@@ -38,6 +77,36 @@ class BucketLaunched:
     step: int
     bucket: int
     in_backward: bool
+    at_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class BucketFilled:
+    """Every awaited parameter of a bucket has its gradient, and the gradients are in the buffer.
+
+    Attributes:
+        step: Which synced backward.
+        bucket: The bucket's index.
+        at_ns: When.
+    """
+
+    step: int
+    bucket: int
+    at_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class BucketFinished:
+    """A bucket's all-reduce has ended, whether or not anybody waits for it; told by backends whose works have futures.
+
+    Attributes:
+        step: Which synced backward.
+        bucket: The bucket's index.
+        at_ns: When, on the host.
+    """
+
+    step: int
+    bucket: int
     at_ns: int
 
 
@@ -71,4 +140,14 @@ class StepSettled:
     at_ns: int
 
 
-Event = GradReady | BucketLaunched | BucketWaited | StepSettled
+Event = (
+    ForwardBegan
+    | ForwardEnded
+    | BackwardBegan
+    | GradReady
+    | BucketFilled
+    | BucketLaunched
+    | BucketFinished
+    | BucketWaited
+    | StepSettled
+)
