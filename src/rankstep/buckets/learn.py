@@ -66,12 +66,23 @@ class Firings:
         """For each parameter: nonzero if any gradient reached it since the last reduction."""
         return [f + a for f, a in zip(self.fired, self.accumulated, strict=True)]
 
-    def close(self) -> bool:
-        """The backward is over: reset the counts. True if what is expected has changed."""
+    def close(self, *, learns: bool = True) -> bool:
+        """The backward is over: reset the counts.
+
+        Args:
+            learns: False: it died, or this rank only kept the others company, so its counts mean nothing.
+
+        Returns:
+            Whether what is expected has changed.
+        """
         changed = False
-        if self._first is None:
+        if not learns:
+            pass
+        elif self._first is None:
             self._first = list(self.fired)
-        if self.fired != self.expected:
+            self.expected[:] = self.fired
+            changed = True
+        elif self.fired != self.expected:
             self.newly_used.update(
                 i for i, count in enumerate(self.fired) if count and not self._first[i]
             )

@@ -136,7 +136,7 @@ class Reducer(Collector):
         except BaseException as error:
             self._break(error)
             raise
-        self._close_step()
+        self._close_step(learns=gives)
         exchange.judge(rows, self.reductions - 1)
         if no_count is not None:
             raise no_count
@@ -258,7 +258,7 @@ class Reducer(Collector):
             names = [self.specs[i].name for i in step.late]
             raise verdict.late_here(names, self.comm.rank, self.reductions - 1)
 
-    def _close_step(self) -> None:
+    def _close_step(self, *, learns: bool) -> None:
         if self._recorder is not None:
             self._recorder(StepSettled(self.reductions, time.perf_counter_ns()))
         self.reductions += 1
@@ -268,7 +268,7 @@ class Reducer(Collector):
         if self._window is not None:
             self._window.add_back(self.params)
             self._window = None
-        if self.firings.close():
+        if self.firings.close(learns=learns):
             self._line.expect(self.firings.expected)
         self._line.begin_step(self.reductions)
         self._move(ReducerState.IDLE)
@@ -298,7 +298,7 @@ class Reducer(Collector):
             self._break(error)
             raise
         # No verdict here: the others raised theirs in that step and this rank its own, so all may go on together.
-        self._close_step()
+        self._close_step(learns=False)
 
     def _break(self, error: BaseException) -> None:
         """Nothing can be said of the buckets any more: from now on every use repeats why."""

@@ -1,0 +1,5 @@
+"""The story of data parallelism, told from a real run of the user's model or of a built-in one."""
+
+from rankstep.explain.job import Job, JobError
+
+__all__ = ["Job", "JobError"]
