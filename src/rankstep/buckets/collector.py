@@ -29,6 +29,11 @@ if TYPE_CHECKING:
     from rankstep.trace.events import Event
 
 
+def _is_watched(param: torch.Tensor) -> bool:
+    """Whether a user has a hook on the parameter, which runs after ours and wants to see the gradient."""
+    return len(param._post_accumulate_grad_hooks or ()) > 1
+
+
 class Collector:
     """Counts gradients and launches full buckets in plan order.
 
@@ -95,9 +100,8 @@ class Collector:
         if self._recorder is not None:
             self._recorder(GradReady(self.reductions, index, time.perf_counter_ns()))
         bucket = line.bucket_of[index]
-        # A user's hook on this parameter runs after ours and wants to see the gradient: leave it where it is, and
-        # let its bucket go with the next one.
-        watched = len(param._post_accumulate_grad_hooks or ()) > 1
+        # Its gradient stays where it is, and its bucket goes with the next one.
+        watched = _is_watched(param)
         if index in bucket.large and not watched:
             bucket.copy_in(index, param)
         bucket.left -= 1
@@ -111,9 +115,10 @@ class Collector:
             self.firings.note(index)
             return
         bucket = self.line.bucket_of[index]
-        if bucket.state is BucketState.IN_FLIGHT:
+        gathered = bucket.state is BucketState.READY or index in bucket.copied
+        if bucket.state is BucketState.IN_FLIGHT or (gathered and _is_watched(param)):
             self._step.late.append(index)
-        elif bucket.state is BucketState.READY or index in bucket.copied:
+        elif gathered:
             bucket.add(index, param)
             self._step.unused.pop(index, None)
 

@@ -40,7 +40,7 @@ function shared(a, b) {
 
 // Time in flight of one rank in one step, hidden and exposed, and where the step went.
 function account(step) {
-  const waits = union(step.waits());
+  const waits = union(step.waits);
   const flight = union(step.buckets.map((b) => ({ begin: b.launched, end: b.finished })));
   const exposed = shared(flight, waits);
   const parts = {};

@@ -81,7 +81,10 @@ class Step {
   get params() {
     return this.order.params;
   }
-  waits() {
+  get waits() {
+    return (this.waited ||= this.findWaits());
+  }
+  findWaits() {
     const spans = this.spans.filter((span) => span.kind === "wait");
     if (spans.length) return spans;
     return this.buckets

@@ -1,0 +1,1 @@
+"""What runs on the ranks: one file per part of the story, each returning plain numbers."""

@@ -1,0 +1,95 @@
+"""Start the ranks, wait for their numbers, and put them together into one document."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.run import get_args_parser
+
+from rankstep._version import __version__
+from rankstep.explain.claims import judge
+from rankstep.explain.job import JobError, split_spec
+from rankstep.explain.parts import PARTS
+from rankstep.explain.request import Request
+from rankstep.launch.launch import launch
+
+SCHEMA = 1
+
+
+class RanksFailed(Exception):  # noqa: N818 - not an error of its own: the launcher has told it
+    """The ranks ended without numbers; the launcher has said why on the screen.
+
+    Args:
+        code: The launcher's exit code.
+    """
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"the ranks ended with code {code}")
+        self.code = code
+
+
+def run(request: Request) -> dict[str, Any]:
+    """Run the story's parts on real ranks and return the document with all numbers and claims.
+
+    The ranks are started as ``rankstep run`` starts them. Their numbers come back as JSON in a private folder, which is
+    gone when this returns.
+
+    Args:
+        request: What to run.
+
+    Raises:
+        JobError: The user's job cannot be found or run.
+        RanksFailed: A rank died, or somebody stopped them.
+    """
+    if request.job is not None:
+        split_spec(request.job)
+    with ExitStack() as stack:
+        folder = Path(tempfile.mkdtemp(prefix="rankstep-explain-"))
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        request.write(folder)
+        code = launch(_launcher_flags(request, folder))
+        if code:
+            raise RanksFailed(code)
+        results = [
+            json.loads((folder / f"rank-{rank}.json").read_text(encoding="utf-8"))
+            for rank in range(request.ranks)
+        ]
+    for rank, result in enumerate(results):
+        if result["problem"] is not None:
+            told = result["problem"]
+            trace = f"\n\nthe job's own traceback, on rank {rank}:\n{told['traceback'].rstrip()}"
+            raise JobError(told["message"] + (trace if told["traceback"] else ""))
+    return _document(request, results)
+
+
+def _launcher_flags(request: Request, folder: Path) -> Any:
+    words = ["--nnodes", "1", "--nproc-per-node", str(request.ranks), "--max-restarts", "0"]
+    return get_args_parser().parse_args([*words, "-m", "rankstep.explain.member", str(folder)])
+
+
+def _document(request: Request, results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Put what all ranks found in common beside what each found of itself."""
+    first = results[0]
+    document: dict[str, Any] = {
+        "schema": SCHEMA,
+        "rankstep": __version__,
+        "torch": torch.__version__,
+        "python": sys.version.split()[0],
+        "job": first["job"],
+        "seed": request.seed,
+        "seconds": first["seconds"],
+    }
+    for part in PARTS:
+        own = [result["own"][part] for result in results]
+        document[part] = first["shared"][part] | ({"ranks": own} if any(own) else {})
+    claims = judge(document)
+    document["claims"] = claims
+    document["held"] = all(claim["held"] for claim in claims)
+    return document
