@@ -128,12 +128,11 @@ def copies(me, src, chunk_bytes):
     return before, [tensor.detach() for tensor in tensors]
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, 40, 10**9])
-@pytest.mark.parametrize("src", [0, 2])
-def test_messages_of_any_size_from_any_rank(ranks, src, chunk_bytes):
-    results = ranks(3).run(copies, src, chunk_bytes)
-    for _, after in results:
-        assert_bitwise_equal(after, results[src][0])
+def test_messages_of_any_size_from_any_rank(ranks):
+    for src, chunk_bytes in itertools.product([0, 2], [1, 40, 10**9]):
+        results = ranks(3).run(copies, src, chunk_bytes)
+        for _, after in results:
+            assert_bitwise_equal(after, results[src][0])
 
 
 # ---------------------------------------------------------------- buffers in forward
@@ -227,23 +226,30 @@ def test_buffers_may_be_copied_before_the_backward_that_needs_them(ranks):
         assert_bitwise_equal(grad, torch.tensor([4.0, 4.0]))
 
 
-def statistics(me):
-    torch.manual_seed(me.rank)
+def statistics(me, options):
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    wrapped = DistributedDataParallel(model)
-    wrapped(torch.randn(8, 3)).sum().backward()
-    own = model[1].running_mean.clone()
-    wrapped.eval()
-    wrapped(torch.randn(8, 3))
-    return own, model[1].running_mean.clone(), model[1].num_batches_tracked.clone()
+    plain = copy.deepcopy(model)
+    wrapped = DistributedDataParallel(model, **options)
+    torch.manual_seed(me.rank)
+    x = torch.randn(8, 3)
+    wrapped(x).sum().backward()
+    plain(x)
+    statistics = [plain[1].running_mean, plain[1].running_var, plain[1].num_batches_tracked]
+    return list(model[1].buffers()), statistics
 
 
-def test_running_statistics_follow_rank_0(ranks):
-    (zeroth, at_0, count), (first, at_1, other_count) = ranks(2).run(statistics)
-    assert not torch.equal(zeroth, first)
-    assert_bitwise_equal(at_0, zeroth)
-    assert_bitwise_equal(at_1, zeroth)
-    assert int(count) == int(other_count) == 1
+def test_running_statistics_are_rank_0s_after_the_last_step_too(ranks):
+    # So that whoever saves or evaluates the inner module finds the same on every rank.
+    (at_0, own_0), (at_1, own_1) = ranks(2).run(statistics, {})
+    assert not torch.equal(own_0[0], own_1[0])
+    assert_bitwise_equal(at_0, own_0)
+    assert_bitwise_equal(at_1, own_0)
+
+
+def test_running_statistics_stay_the_ranks_own_when_asked(ranks):
+    for at, own in ranks(2).run(statistics, {"forward_sync_buffers": False}):
+        assert_bitwise_equal(at, own)
 
 
 # ---------------------------------------------------------------- models that differ
@@ -369,17 +375,17 @@ def differs(me, what, odd):
 
 
 @pytest.mark.parametrize("what", DIFFERENT)
-@pytest.mark.parametrize(("world", "odd"), [(2, 0), (2, 1), (3, 2)])
-def test_every_rank_names_the_first_difference_and_both_sides(ranks, world, odd, what):
-    told = ranks(world).run(differs, what, odd)
-    for rank, text in enumerate(told):
-        for part in DIFFERENT[what][-1]:
-            assert part in text
-        assert f"[{rank}]" in text
-        # Also a rank that equals most of the others names the odd one, and a rank that it is compared with.
-        assert f"rank {odd}" in text.lower()
-        other = rank if rank != odd else (0 if odd else 1)
-        assert f"rank {other}" in text.lower()
+def test_every_rank_names_the_first_difference_and_both_sides(ranks, what):
+    for world, odd in [(2, 0), (2, 1), (3, 2)]:
+        told = ranks(world).run(differs, what, odd)
+        for rank, text in enumerate(told):
+            for part in DIFFERENT[what][-1]:
+                assert part in text
+            assert f"[{rank}]" in text
+            # Also a rank that equals most of the others names the odd one, and a rank that it is compared with.
+            assert f"rank {odd}" in text.lower()
+            other = rank if rank != odd else (0 if odd else 1)
+            assert f"rank {other}" in text.lower()
 
 
 def same_models(me):
@@ -540,3 +546,52 @@ def wrapped_twice(me, nested):
 @pytest.mark.parametrize("nested", [False, True], ids=["side by side", "one in the other"])
 def test_two_wrappers_around_one_module(ranks, nested):
     assert ranks(2).run(wrapped_twice, nested) == [(3, 3)] * 2
+
+
+def copied_while_wrapped(me):
+    """A copy of the inner module, as for a moving average of weights, has no hooks and no part in reductions."""
+    wrapped = DistributedDataParallel(chain(3, 3))
+    for _ in range(2):
+        wrapped.zero_grad()
+        wrapped(torch.full((1, 3), me.rank + 1.0)).sum().backward()
+    other = copy.deepcopy(wrapped.module)
+    assert hooks_on(other) == [0, 0]
+    if me.rank == 0:
+        # Alone: if this were reduced, the other rank would be missed.
+        other(torch.ones(1, 3)).sum().backward()
+    return wrapped.reducer.reductions
+
+
+def test_a_copy_of_the_inner_module_is_a_plain_module(ranks):
+    assert ranks(2).run(copied_while_wrapped) == [2, 2]
+
+
+def inside_a_group(me):
+    """Ranks 1 and 2 of three train together; rank 0 is not asked."""
+    group = dist.new_group([1, 2])
+    try:
+        if me.rank == 0:
+            return None
+        torch.manual_seed(me.rank)
+        model = chain(3, 3)
+        wrapped = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.00001)
+        weights = [param.detach().clone() for param in model.parameters()]
+        for _ in range(3):
+            wrapped.zero_grad()
+            wrapped(torch.full((1, 3), me.rank + 1.0)).sum().backward()
+        return weights, model[0].weight.grad.clone()
+    finally:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+
+
+def test_a_group_of_some_ranks(ranks):
+    outside, *inside = ranks(3).run(inside_a_group)
+    assert outside is None
+    assert_same_on_all(inside)
+    torch.manual_seed(1)
+    # The first rank of the group is the one whose weights count, and the mean is over the group.
+    wanted = [param.detach() for param in chain(3, 3).parameters()]
+    for weights, grad in inside:
+        assert_bitwise_equal(weights, wanted)
+        assert_bitwise_equal(grad, torch.full((3, 3), 2.5))

@@ -132,6 +132,6 @@ def test_touched_counts_this_backward_and_what_no_sync_accumulated():
     firings.accumulated[1] = 1
     firings.fired[2] = 2
     firings.accumulated[2] = 1
-    assert [bool(t) for t in firings.touched] == [False, True, True, False]
+    assert [bool(t) for t in firings.touched()] == [False, True, True, False]
     firings.close()
-    assert firings.touched == [0] * 4
+    assert firings.touched() == [0] * 4

@@ -19,6 +19,7 @@ from rankstep.errors import (
     LateGradientError,
     RankSkewError,
 )
+from rankstep.parallel.hooks import GradientHooks
 from rankstep.testing import (
     DelayedCommunicator,
     FailingCommunicator,
@@ -32,6 +33,7 @@ from rankstep.trace.events import BucketLaunched, BucketWaited, GradReady, StepS
 EACH = Caps((8,))
 ALL = Caps((10**9,))
 SIZE = 2
+KINDS = (GradReady, BucketLaunched, BucketWaited, StepSettled)
 
 
 def value(index, step=0, rank=0):
@@ -95,26 +97,30 @@ class Driver:
         self.peer = Peer() if world == 2 else None
         comm = RecordingCommunicator(world, rank, self.peer, **options)
         self.comm = wrap(comm) if wrap else comm
+        # Nobody is missing, unless a test says so.
+        self.absent = []
+        self.comm.absent = lambda: self.absent
         names = [f"p{index}" for index in range(count)]
         self.reducer = Reducer(names, self.params, self.comm, caps, wrapper)
         if self.peer is not None:
             self.peer.reducer, self.peer.comm = self.reducer, comm
         self.events = []
-        self.reducer.recorder = self.events.append
+        self.reducer.recorder = self._record
+        # The hooks are the real ones; only the end of backward comes from the test and not from the engine.
+        self.hooks = GradientHooks(self.reducer, self.params)
+        self.hooks._queue_end = lambda: None
+
+    def _record(self, event):
+        if isinstance(event, KINDS):
+            self.events.append(event)
 
     def fire(self, index, grad):
-        """A gradient arrives: autograd accumulates, then calls the hook."""
+        """A gradient arrives: autograd accumulates, then calls the hooks."""
         param = self.params[index]
         param.grad = grad.clone() if param.grad is None else param.grad.add_(grad)
-        reducer = self.reducer
-        if reducer.state is not ReducerState.COLLECTING:
-            reducer.begin()
-        count = reducer.firings.fired[index] = reducer.firings.fired[index] + 1
-        expected = reducer.firings.expected[index]
-        if count == expected:
-            reducer.ready(index, param)
-        elif count > expected:
-            reducer.again(index, param)
+        with torch.no_grad():
+            for hook in list(param._post_accumulate_grad_hooks.values()):
+                hook(param)
 
     def backward(self, order, step=0):
         """Every parameter of ``order`` fires once, then the backward ends."""
@@ -595,6 +601,48 @@ def test_a_gradient_for_a_full_bucket_that_is_held_back_is_added_where_it_lies()
     assert_bitwise_equal(driver.params[1].grad, 3 * value(1, 1))
 
 
+def test_a_first_gradient_for_a_full_bucket_that_is_held_back_counts_as_use():
+    driver = Driver(4, Caps((8, 16)), world=2)
+    driver.peer.grads = {index: value(index, 0, 1) for index in (0, 2, 3)}
+    # Parameter 1 shares a bucket with 2 and does not fire in the first step.
+    for index in (0, 1):
+        driver.reducer.firings.note(index)
+    driver.backward([2, 3])
+    driver.zero_grad()
+    assert [bucket.params for bucket in driver.reducer.plan.buckets] == [(0,), (1, 2), (3,)]
+    driver.peer.new_step()
+    driver.peer.grads = {0: value(0, 1, 1)}
+    assert driver.reducer.firings.expected == [0, 0, 1, 1]
+    driver.backward([0, 2, 3], 1)
+    driver.zero_grad()
+    driver.peer.new_step()
+    # Its bucket is full without it, but bucket 0 still awaits a gradient.
+    for index in (2, 1, 0, 3):
+        driver.fire(index, value(index, 2))
+    driver.reducer.settle()
+    assert not driver.reducer.last_step.second_round
+    assert driver.reducer.last_step.unused == ()
+    # No other rank used it: without this rank's flag it would be taken for unused.
+    assert_bitwise_equal(driver.params[1].grad, value(1, 2) / 2)
+
+
+def test_a_users_hook_sees_a_gradient_that_comes_again_to_a_full_bucket():
+    seen = []
+
+    def look(param):
+        seen.append(None if param.grad is None else param.grad.clone())
+
+    # Parameter 2 completes the bucket, so that of parameter 1 goes with it; both wait for parameter 0.
+    driver = Driver(4, Caps((8, 16)))
+    driver.learn()
+    driver.params[1].register_post_accumulate_grad_hook(look)
+    for index in (1, 2, 1, 0, 3):
+        driver.fire(index, value(index, 1))
+    driver.reducer.settle()
+    assert [grad is None for grad in seen] == [False, False]
+    assert_bitwise_equal(driver.params[1].grad, 2 * value(1, 1))
+
+
 def test_a_gradient_for_an_open_bucket_just_accumulates():
     driver = Driver(4, Caps((16,)))
     driver.learn()
@@ -724,6 +772,14 @@ def test_a_wait_that_fails_breaks_the_reducer_and_says_where():
             again()
 
 
+def test_ranks_that_did_not_come_are_named():
+    driver = Driver(3, wrap=failing(5, on_wait=True))
+    driver.learn()
+    driver.absent = [3, 7]
+    with pytest.raises(CommunicationError, match="3, 7"):
+        driver.backward(range(3), 1)
+
+
 def test_a_launch_that_fails_in_a_hook_is_a_backward_that_died():
     inner = []
 
@@ -747,7 +803,7 @@ def test_a_launch_that_fails_in_a_hook_is_a_backward_that_died():
 def test_a_rank_that_is_gone_in_the_first_step_is_named_as_in_any_other(on_wait):
     # The first collective of all is the broadcast of the order.
     driver = Driver(3, wrap=failing(0, on_wait=on_wait))
-    with pytest.raises(CommunicationError, match="step 0"):
+    with pytest.raises(CommunicationError, match=r"rank 0: .*first backward.*Connection reset"):
         driver.backward(range(3))
     assert driver.reducer.state is ReducerState.BROKEN
 
@@ -799,17 +855,13 @@ def test_calls_out_of_turn_are_mistakes():
 
 
 class FakeLater:
-    """As ``verdict.Later``, without a GPU: the rows are read when they are judged."""
+    """As ``verdict.Later``, without a GPU."""
 
-    def __init__(self, tail, step):
+    def __init__(self, tail, number):
+        self.number = number
         self._rows = tail.read_rows()
-        self._step = step
 
-    def judge(self, rank):
-        verdict.judge(self._rows, rank, self._step)
-        late = [r for r, row in enumerate(self._rows) if row.late]
-        if late:
-            raise LateGradientError(f"rank {rank}: {late} in step {self._step}")
+    def rows(self):
         return self._rows
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -11,8 +12,8 @@ from hypothesis import strategies as st
 
 from rankstep.buckets import trailer
 from rankstep.buckets.trailer import BASE, ROW_NUMEL, Mode, Row, Trailer
-from rankstep.buckets.verdict import judge
-from rankstep.errors import AbandonedBackwardError, RankSkewError, SyncError
+from rankstep.buckets.verdict import factor, judge
+from rankstep.errors import AbandonedBackwardError, CountError, RankSkewError, SyncError
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 PARAMS = 7
@@ -46,52 +47,57 @@ def some_row(rank):
         forwards=rank % 1024,
         abandoned=rank % 2,
         late=(rank + 1) % 2,
+        changed=rank % 2,
+        nonfinite=rank * 1001,
+        count=rank * 0.1,
+        drift=rank * 123_456_789,
     )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("averages", [False, True], ids=["sum", "mean"])
-@pytest.mark.parametrize("world", [1, 2, 3, 7, 48])
-def test_every_rank_reads_what_every_rank_wrote(dtype, averages, world):
-    rows = [some_row(rank) for rank in range(world)]
-    used = [[int((rank + i) % 3 == 0) for i in range(PARAMS)] for rank in range(world)]
-    counts = [sum(flags[i] for flags in used) for i in range(PARAMS)]
-    for tail in all_reduced(rows, used, dtype, averages=averages):
-        assert tail.read_rows() == rows
-        assert tail.read_used() == counts
+def test_every_rank_reads_what_every_rank_wrote(dtype):
+    for averages, world in itertools.product([False, True], [1, 2, 3, 7, 48]):
+        rows = [some_row(rank) for rank in range(world)]
+        used = [[int((rank + i) % 3 == 0) for i in range(PARAMS)] for rank in range(world)]
+        counts = [sum(flags[i] for flags in used) for i in range(PARAMS)]
+        for tail in all_reduced(rows, used, dtype, averages=averages):
+            assert tail.read_rows() == rows
+            assert tail.read_used() == counts
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("averages", [False, True], ids=["sum", "mean"])
-@pytest.mark.parametrize("world", [3, 5, 11, 64])
-def test_the_largest_digits_are_exact_too(dtype, averages, world):
-    most = Row(
-        mode=BASE - 1,
-        wrapper=BASE**2 - 1,
-        reductions=BASE**4 - 1,
-        forwards=BASE**2 - 1,
-        abandoned=1,
-        late=1,
-    )
-    rows = [most] * (world - 1) + [replace(most, reductions=BASE**4 - 2)]
-    for tail in all_reduced(rows, [None] * world, dtype, averages=averages):
-        assert tail.read_rows() == rows
-        assert tail.read_used() == [world] * PARAMS
+def test_the_largest_digits_are_exact_too(dtype):
+    for averages, world in itertools.product([False, True], [3, 5, 11, 64]):
+        most = Row(
+            mode=BASE - 1,
+            wrapper=BASE**2 - 1,
+            reductions=BASE**4 - 1,
+            forwards=BASE**2 - 1,
+            abandoned=1,
+            late=1,
+            changed=1,
+            nonfinite=BASE**4 - 1,
+            count=float("inf"),
+            drift=BASE**trailer.DRIFT_DIGITS - 1,
+        )
+        rows = [most] * (world - 1) + [replace(most, reductions=BASE**4 - 2)]
+        for tail in all_reduced(rows, [None] * world, dtype, averages=averages):
+            assert tail.read_rows() == rows
+            assert tail.read_used() == [world] * PARAMS
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("averages", [False, True], ids=["sum", "mean"])
-def test_one_user_among_a_thousand_ranks_is_still_seen(dtype, averages):
-    world = 1000
-    used = [[0, 1, 0, 0, 1, 0, 0]] + [[0, 0, 1, 0, 1, 0, 0]] * (world - 1)
-    counts = all_reduced([Row()] * world, used, dtype, averages=averages)[0].read_used()
-    # Beyond 256 a half type stops counting; only "nobody" must stay exact.
-    assert [bool(count) for count in counts] == [False, True, True, False, True, False, False]
+def test_one_user_among_a_thousand_ranks_is_still_seen():
+    for dtype, averages in itertools.product(DTYPES, [False, True]):
+        world = 1000
+        used = [[0, 1, 0, 0, 1, 0, 0]] + [[0, 0, 1, 0, 1, 0, 0]] * (world - 1)
+        counts = all_reduced([Row()] * world, used, dtype, averages=averages)[0].read_used()
+        # Beyond 256 a half type stops counting; only "nobody" must stay exact.
+        assert [bool(count) for count in counts] == [False, True, True, False, True, False, False]
 
 
 def test_rows_of_ranks_that_differ_in_one_digit_differ_when_read():
     # The quick way for equal rows must not take nearly equal ones for equal.
-    for name in ("wrapper", "reductions", "forwards", "abandoned", "late"):
+    for name in ("wrapper", "reductions", "forwards", "abandoned", "late", "changed", "drift"):
         rows = [Row(reductions=4), replace(Row(reductions=4), **{name: 1})]
         for tail in all_reduced(rows, [None, None], torch.float32, averages=False):
             assert tail.read_rows() == rows, name
@@ -130,6 +136,10 @@ NUMBERS = st.builds(
     forwards=st.integers(0, BASE**2 - 1),
     abandoned=st.integers(0, 1),
     late=st.integers(0, 1),
+    changed=st.integers(0, 1),
+    nonfinite=st.integers(0, BASE**4 - 1),
+    count=st.floats(min_value=0.0, allow_nan=False),
+    drift=st.integers(0, BASE**trailer.DRIFT_DIGITS - 1),
 )
 
 
@@ -150,6 +160,26 @@ def test_numbers_wrap_at_the_width_of_their_field():
     assert Row.from_digits(Row(wrapper=BASE**2).digits()) == Row(wrapper=0)
     # The last before the wrap and the first after it are told apart.
     assert Row(reductions=BASE**4 - 1).digits() != Row(reductions=BASE**4).digits()
+
+
+def test_counts_add_up_exactly_without_reading_them():
+    for dtype, averages in itertools.product(DTYPES, [False, True]):
+        # Counts far beyond what the dtype itself could hold or tell apart.
+        counts = [7_654_321.0, 123_457.0, 0.0, 0.1]
+        rows = [Row(mode=Mode.WEIGHTED, count=count) for count in counts]
+        for tail in all_reduced(rows, [None] * 4, dtype, averages=averages):
+            total = tail.read_total_count()
+            assert total.dtype == torch.float64
+            assert float(total) == sum(counts)
+
+
+def test_a_checksum_may_come_from_a_device():
+    for dtype in DTYPES:
+        region = torch.full((trailer.numel(PARAMS, 2),), 3.0, dtype=dtype)
+        tail = Trailer(region, PARAMS, 1, 2, averages=False)
+        checksum = torch.tensor(BASE**trailer.DRIFT_DIGITS - 77)
+        tail.write(Row(reductions=5, count=2.5), None, checksum)
+        assert tail.read_rows()[1] == Row(reductions=5, count=2.5, drift=int(checksum))
 
 
 # ---------------------------------------------------------------- verdicts
@@ -227,3 +257,37 @@ def test_without_a_majority_all_sides_are_shown():
     (error, *_) = verdicts([Row(forwards=1), Row(forwards=1), Row(forwards=2), Row(forwards=2)])
     for rank, count in enumerate((1, 1, 2, 2)):
         assert f"rank {rank} ran {count}" in str(error)
+
+
+def test_ranks_that_ran_out_are_not_compared_with_the_others():
+    for mode in (Mode.JOINED, Mode.SPENT):
+        assert verdicts([Row(forwards=1), Row(mode=mode, forwards=0), Row(forwards=1)]) == []
+    # The twin: without that mode the same numbers are a skipped step.
+    assert verdicts([Row(forwards=1), Row(forwards=0), Row(forwards=1)])
+
+
+def test_counted_windows_may_be_of_any_length_but_not_mixed_with_plain_ones():
+    weighted = [Row(mode=Mode.WEIGHTED, forwards=f, count=f) for f in (1, 4, 0)]
+    assert verdicts(weighted) == []
+    raised = verdicts([weighted[0], weighted[1], Row(forwards=1)])
+    assert [type(error) for error in raised] == [RankSkewError] * 3
+    assert ": rank 2 called model.backward with a count: False" in str(raised[0])
+
+
+def scale(rows, *, divides_by_live=False):
+    return factor(rows, 0, 4, divides_by_live=divides_by_live)
+
+
+def test_what_a_mean_over_all_ranks_is_multiplied_with():
+    plain, joined, spent = Row(), Row(mode=Mode.JOINED), Row(mode=Mode.SPENT)
+    counted = [Row(mode=Mode.WEIGHTED, count=c) for c in (3.0, 5.0, 0.0, 0.0)]
+    assert scale([plain] * 4) == 1.0
+    # The sum of four parts, each divided by 4, becomes a sum divided by what was counted.
+    assert scale(counted) == 4 / 8
+    assert scale([*counted[:2], joined]) == 3 / 8
+    assert scale([plain, plain, joined, joined]) == 1.0
+    assert scale([plain, plain, joined, joined], divides_by_live=True) == 2.0
+    assert scale([plain, spent, spent, spent]) == 4.0
+    assert scale([spent] * 3) == 1.0
+    with pytest.raises(CountError, match="step 4"):
+        scale(counted[2:])

@@ -278,8 +278,8 @@ class Line:
             yield
             return
         what = (
-            f"a collective of step {self.number} (counted from 0), after {step.next_bucket} of {len(self.buckets)} "
-            "buckets had left,"
+            f"the reduction of step {self.number} (counted from 0; {step.next_bucket} of {len(self.buckets)} buckets had "
+            "left)"
         )
         with naming_failure(self.comm, f"{self.name}/{self.number}", what):
             yield

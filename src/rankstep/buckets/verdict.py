@@ -64,7 +64,8 @@ def judge(rows: Sequence[Row], rank: int, step: int) -> None:
         "forwards",
         lambda row: row.forwards,
         "ran {} training forward(s) since the last reduction",
-        "Some rank skipped a backward (a `continue` on a bad batch?), repeated one, or was in no_sync alone. "
+        "Some rank skipped a backward (a `continue` on a bad batch?), repeated one, was in no_sync alone, or had another "
+        "number of micro-batches, which only model.backward(loss_sum, count=n) can weigh. "
         "Every rank must take the same steps.",
     )
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from rankstep.collectives.lookout import Lookout, watched
+
 if TYPE_CHECKING:
     from rankstep.collectives.communicator import Pending
-
-PATIENCE_S = 1.5
-"""Ranks that wait for the same dead one see their own failure within a fraction of this."""
 
 
 class C10dCommunicator:
@@ -35,6 +33,8 @@ class C10dCommunicator:
         # Only NCCL is known to average in one pass without first rounding each rank's part.
         self.averages = self.name == "nccl"
         self.host_waits = self.name != "nccl"
+        self._marks = Lookout(self.group)
+        self._lookout = self._marks if self.host_waits and self.world_size > 1 else None
         self._sum = dist.AllreduceOptions()
         if self.averages:
             self._sum.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
@@ -45,44 +45,30 @@ class C10dCommunicator:
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         """Start a sum (NCCL: a mean) over the group, in place."""
-        return self.group.allreduce([tensor], self._sum)
+        return watched(self.group.allreduce([tensor], self._sum), self._lookout)
 
     def reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor]) -> Pending:
         """Start a reduce-scatter of equal parts."""
-        return self.group.reduce_scatter(output, inputs)
+        return watched(self.group.reduce_scatter(output, inputs), self._lookout)
 
     def all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Pending:
         """Start an all-gather of equal parts."""
-        return self.group.allgather([outputs], [tensor])
+        return watched(self.group.allgather([outputs], [tensor]), self._lookout)
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Pending:
         """Start a broadcast from group rank ``src``."""
         options = dist.BroadcastOptions()
         options.rootRank = src
         options.rootTensor = 0
-        return self.group.broadcast([tensor], options)
+        return watched(self.group.broadcast([tensor], options), self._lookout)
 
-    def absent(self, place: str) -> list[int]:
-        """Leave a mark in the group's store and look for those of the others; nothing is read or written before.
+    def at(self, place: str, what: str) -> None:
+        """Where this rank waits next, should it take long."""
+        self._marks.at(place, what)
 
-        Args:
-            place: The same text on every rank that waits in the same collective.
-
-        Returns:
-            The group ranks whose mark did not appear within ``PATIENCE_S``; none if the store is gone, too.
-        """
-        try:
-            store = dist.distributed_c10d._get_process_group_store(self.group)
-            prefix = f"rankstep/{place}/"
-            store.set(f"{prefix}{self.rank}", "here")
-            until = time.monotonic() + PATIENCE_S
-            missing = list(range(self.world_size))
-            while missing and time.monotonic() < until:
-                missing = [rank for rank in missing if not store.check([f"{prefix}{rank}"])]
-                time.sleep(0.05)
-        except (RuntimeError, KeyError, ValueError):
-            return []
-        return missing
+    def absent(self) -> list[int]:
+        """After a failure: the group ranks that do not report one of their own soon after."""
+        return self._marks.absent()
 
     def __repr__(self) -> str:
         return f"C10dCommunicator({self.name}, rank {self.rank} of {self.world_size})"

@@ -53,5 +53,8 @@ class Communicator(Protocol):
     def broadcast(self, tensor: torch.Tensor, src: int) -> Pending:
         """Start overwriting ``tensor`` with that of group rank ``src``."""
 
-    def absent(self, place: str) -> list[int]:
-        """After a failure: say that this rank got to ``place``, and return the ranks that did not say so soon after."""
+    def at(self, place: str, what: str) -> None:
+        """Say where this rank waits next: ``place``, equal on all ranks that wait there, for ``what``, for people."""
+
+    def absent(self) -> list[int]:
+        """After a failure: the ranks that do not report one of their own soon after."""

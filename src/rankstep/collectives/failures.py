@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from rankstep.errors import CommunicationError
+from rankstep.errors import CommunicationError, SyncError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,13 +24,15 @@ def naming_failure(comm: Communicator, place: str, what: str) -> Iterator[None]:
 
     Raises:
         CommunicationError: In place of a RuntimeError of the backend.
+        RankSkewError: Another rank waits elsewhere.
     """
+    comm.at(place, what)
     try:
         yield
-    except CommunicationError:
+    except SyncError:
         raise
     except RuntimeError as error:
-        absent = comm.absent(place)
+        absent = comm.absent()
         who = "A rank has ended or cannot be reached"
         if absent:
             ranks = ("rank " if len(absent) == 1 else "ranks ") + ", ".join(map(str, absent))

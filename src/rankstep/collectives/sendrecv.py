@@ -99,7 +99,10 @@ class SendRecvCommunicator:
             works = [self.group.recv([tensor], src, self._tag)]
         return _Exchange(works, lambda: None, [tensor])
 
-    def absent(self, place: str) -> list[int]:  # noqa: ARG002 - nobody to ask
+    def at(self, place: str, what: str) -> None:
+        """Not kept: this communicator looks for nobody."""
+
+    def absent(self) -> list[int]:
         """Unknown: this communicator keeps no store."""
         return []
 

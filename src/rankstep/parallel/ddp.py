@@ -160,13 +160,13 @@ class DistributedDataParallel(Upkeep):
         everything = self._everything()
         trained = [(name, param) for name, param in everything if param.requires_grad]
         wrapper = next(_made)
-        if init_sync:
-            settings = {"caps": self._caps.cap_bytes, "delayed": self._delayed}
-            wrapper = replicate.compare_models(everything, settings, comm, self.device, wrapper)
         self._buffer_sync = Buffers(
             self.module, self.parameters_to_ignore, comm, self.broadcast_bucket_size
         )
         if init_sync:
+            wrapper = replicate.compare_models(
+                self._compared(), self._settings(), comm, self.device, wrapper
+            )
             state: list[torch.Tensor] = [param for _, param in everything]
             state += self._buffer_sync.named().values() if self._init_buffers else []
             replicate.copy_from(state, comm, chunk_bytes=self.broadcast_bucket_size)
@@ -208,7 +208,7 @@ class DistributedDataParallel(Upkeep):
                 recorder(ForwardBegan(self.reducer.reductions, time.perf_counter_ns()))
             syncs = torch.is_grad_enabled() and self.require_backward_grad_sync
             if not inside_backward():
-                self._enter(counts=syncs and self.training)
+                self._enter(counts=torch.is_grad_enabled() and self.training)
             work = Join.notify_join_context(self)
             if work is not None:
                 work.wait()

@@ -53,6 +53,7 @@ class CastingCommunicator:
         self.all_gather = inner.all_gather
         self.broadcast = inner.broadcast
         self.absent = inner.absent
+        self.at = inner.at
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         """Sum over all ranks in ``dtype``."""

@@ -7,6 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from rankstep.collectives.failures import naming_failure
@@ -21,32 +22,39 @@ CHUNK_BYTES = 250 * 1024 * 1024
 """250 MiB, torch's: bounds the memory that copying a whole model takes."""
 
 Fact = list[Any]
-"""Name, shape, dtype, strides, requires_grad of one parameter, as JSON has it."""
+"""Name, shape, dtype, strides, requires_grad and kind of one parameter or buffer, as JSON has it."""
 
 
 def facts_of(named: Iterable[tuple[str, torch.Tensor]]) -> list[Fact]:
-    """What must be equal on all ranks, parameter by parameter."""
+    """What must be equal on all ranks, tensor by tensor."""
     return [
-        [name, list(p.shape), str(p.dtype), list(p.stride()), bool(p.requires_grad)]
+        [
+            name,
+            list(p.shape),
+            str(p.dtype),
+            list(p.stride()),
+            bool(p.requires_grad),
+            "parameter" if isinstance(p, nn.Parameter) else "buffer",
+        ]
         for name, p in named
     ]
 
 
-_FIELDS = ("name", "shape", "dtype", "strides", "requires_grad")
+_FIELDS = ("name", "shape", "dtype", "strides", "requires_grad", "kind")
 
 
 def first_difference(
     mine: Sequence[Fact], theirs: Sequence[Fact], my_rank: int, their_rank: int
 ) -> str:
-    """Name the first parameter in which two models differ, with both sides; empty if there is none."""
+    """Name the first tensor in which two models differ, with both sides; empty if there is none."""
     for index, (a, b) in enumerate(zip(mine, theirs, strict=False)):
         if a == b:
             continue
         field = next(i for i in range(len(_FIELDS)) if a[i] != b[i])
         what = _FIELDS[field]
         text = (
-            f"parameter {index}: {what} is {a[field]!r} on rank {my_rank} (parameter {a[0]!r}) "
-            f"and {b[field]!r} on rank {their_rank} (parameter {b[0]!r})"
+            f"{a[5]} {index}: {what} is {a[field]!r} on rank {my_rank} ({a[5]} {a[0]!r}) "
+            f"and {b[field]!r} on rank {their_rank} ({b[5]} {b[0]!r})"
         )
         if what == "name" and sorted(f[0] for f in mine) == sorted(f[0] for f in theirs):
             text += "; the same names are there in another order"
@@ -60,7 +68,7 @@ def first_difference(
     if len(mine) != len(theirs):
         longer, rank = (mine, my_rank) if len(mine) > len(theirs) else (theirs, their_rank)
         extra = longer[min(len(mine), len(theirs))]
-        return f"only rank {rank} has parameter {extra[0]!r} with shape {extra[1]}"
+        return f"only rank {rank} has {extra[5]} {extra[0]!r} with shape {extra[1]}"
     return ""
 
 
@@ -76,7 +84,7 @@ def compare_models(
     One small all-gather when all is well; the whole descriptions travel only to name a difference.
 
     Args:
-        named: All parameters with their names, in registration order.
+        named: All parameters and synchronised buffers with their names, in registration order.
         options: What else must be equal: the bucket caps.
         comm: The ranks.
         device: Where the communicator takes tensors from.
@@ -106,10 +114,11 @@ def compare_models(
     start = (
         f"DDP expects same model across all ranks, but rank {comm.rank} and rank {other} differ: "
     )
-    if len(mine["params"]) != len(told[other]["params"]):
+    counts = [sum(fact[5] == "parameter" for fact in told[r]["params"]) for r in (comm.rank, other)]
+    if counts[0] != counts[1]:
         start = (
-            f"DDP expects same model across all ranks, but Rank {comm.rank} has {len(mine['params'])} params, while "
-            f"rank {other} has inconsistent {len(told[other]['params'])} params. "
+            f"DDP expects same model across all ranks, but Rank {comm.rank} has {counts[0]} params, while "
+            f"rank {other} has inconsistent {counts[1]} params. "
         )
     difference = first_difference(mine["params"], told[other]["params"], comm.rank, other) or (
         f"the wrapper's options are {mine['options']} on rank {comm.rank} and {told[other]['options']} on rank {other}"

@@ -68,8 +68,9 @@ class Upkeep(TorchSurface, Joinable):
         """The module has changed: compare it over the ranks, copy rank 0's new parameters, return what is trained."""
         comm = self.reducer.comm
         everything = self._everything()
-        settings = {"caps": self._caps.cap_bytes, "delayed": self._delayed}
-        replicate.compare_models(everything, settings, comm, self.device, self.reducer.wrapper)
+        replicate.compare_models(
+            self._compared(), self._settings(), comm, self.device, self.reducer.wrapper
+        )
         known = {id(param) for param in self.reducer.params}
         trained: list[tuple[str, torch.Tensor]] = [(n, p) for n, p in everything if p.requires_grad]
         replicate.copy_from([p for _, p in trained if id(p) not in known], comm)
@@ -107,6 +108,14 @@ class Upkeep(TorchSurface, Joinable):
         return [
             (n, p) for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore
         ]
+
+    def _compared(self) -> list[tuple[str, torch.Tensor]]:
+        """What must be equal on all ranks: parameters, and buffers unless they are the ranks' own."""
+        named: list[tuple[str, torch.Tensor]] = [*self._everything()]
+        return named + (list(self._buffer_sync.named().items()) if self._init_buffers else [])
+
+    def _settings(self) -> dict[str, Any]:
+        return {"caps": self._caps.cap_bytes, "delayed": self._delayed}
 
     def _frozen(self) -> list[nn.Parameter]:
         return [param for _, param in self._everything() if not param.requires_grad]

@@ -44,6 +44,8 @@ class _Communicator(Protocol):
     def reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor]) -> _Pending: ...
     def all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> _Pending: ...
     def broadcast(self, tensor: torch.Tensor, src: int) -> _Pending: ...
+    def at(self, place: str, what: str) -> None: ...
+    def absent(self) -> list[int]: ...
 
 
 _Starter: TypeAlias = "Callable[[_Tensors, _Tensors], _Pending]"
@@ -140,6 +142,13 @@ class RecordingCommunicator:
         tensor.copy_(everyone[src])
         return pending
 
+    def at(self, place: str, what: str) -> None:
+        """Not kept: nobody waits here."""
+
+    def absent(self) -> list[int]:
+        """Nobody."""
+        return []
+
     def _start(self, call: Collective, mine: torch.Tensor) -> tuple[_Pending, list[torch.Tensor]]:
         index = len(self.calls)
         self.calls.append(call)
@@ -188,6 +197,14 @@ class _Wrapper:
     def broadcast(self, tensor: torch.Tensor, src: int) -> _Pending:
         """Do as the inner communicator."""
         return self._call([], [tensor], lambda _, out: self._inner.broadcast(out[0], src))
+
+    def at(self, place: str, what: str) -> None:
+        """Pass it on."""
+        self._inner.at(place, what)
+
+    def absent(self) -> list[int]:
+        """Ask the inner one."""
+        return self._inner.absent()
 
     def _call(self, inputs: _Tensors, outputs: _Tensors, start: _Starter) -> _Pending:
         raise NotImplementedError

@@ -1,0 +1,152 @@
+"""Looks around when a wait takes long or fails: who else waits, and where.
+
+Nothing is read or written while collectives end in good time. A rank that has waited for some seconds leaves a mark in
+the group's store saying where it stands. Two ranks that keep standing in two different places wait for each other for
+ever, so both raise; ranks that compute, load data or save a checkpoint leave no mark and are simply waited for.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from rankstep.errors import RankSkewError
+
+if TYPE_CHECKING:
+    from rankstep.collectives.communicator import Pending
+
+ALARM_S = 5.0
+"""So long a wait is usual nowhere but behind a slow step, which is no alarm either."""
+
+CONFIRM_S = 2.0
+"""Both ranks must still stand where they stood after this."""
+
+PATIENCE_S = 1.5
+"""After a failure: ranks that wait for the same dead one see their own failure within a fraction of this."""
+
+
+class Lookout:
+    """This rank's marks in the store of one process group.
+
+    Args:
+        group: The ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._rank: int = group.rank()
+        self._world_size: int = group.size()
+        self._mark = {"place": "", "what": ""}
+        self._posted = False
+        self._elsewhere: dict[int, dict[str, str]] = {}
+
+    def at(self, place: str, what: str) -> None:
+        """This rank waits next in ``place``, the same text on all ranks that wait there, for ``what``."""
+        self._mark = {"place": place, "what": what}
+
+    def waited_long(self) -> None:
+        """Leave a mark and look for those of the others.
+
+        Raises:
+            RankSkewError: Another rank has been waiting in another place, too, for a while.
+        """
+        marks = self._look()
+        elsewhere = {
+            rank: mark for rank, mark in marks.items() if mark["place"] != self._mark["place"]
+        }
+        steady = [rank for rank, mark in elsewhere.items() if self._elsewhere.get(rank) == mark]
+        self._elsewhere = elsewhere
+        if steady:
+            places = "; ".join(
+                f"rank {rank} in {marks[rank]['what']}" for rank in sorted(marks)[:8]
+            )
+            raise RankSkewError(
+                f"rank {self._rank}: the ranks wait for each other in different places: {places}. Some rank skipped, "
+                "repeated or added a step or a forward that the others did not; every rank must take the same."
+            )
+
+    def came_through(self) -> None:
+        """The wait is over: take the mark away."""
+        if self._posted:
+            self._posted = False
+            self._elsewhere = {}
+            try:
+                self._store().delete_key(self._key(self._rank))
+            except (RuntimeError, KeyError, ValueError):
+                return
+
+    def absent(self) -> list[int]:
+        """After a failure: the ranks that do not report a failure of their own soon after."""
+        until = time.monotonic() + PATIENCE_S
+        missing = list(range(self._world_size))
+        while missing and time.monotonic() < until:
+            marks = self._look()
+            if not marks:
+                return []
+            missing = [rank for rank in missing if rank not in marks]
+            time.sleep(0.05)
+        return missing
+
+    def _look(self) -> dict[int, dict[str, str]]:
+        """All marks, with this rank's own; empty if the store is gone."""
+        try:
+            store = self._store()
+            store.set(self._key(self._rank), json.dumps(self._mark))
+            self._posted = True
+            return {
+                rank: json.loads(store.get(self._key(rank)))
+                for rank in range(self._world_size)
+                if store.check([self._key(rank)])
+            }
+        except (RuntimeError, KeyError, ValueError):
+            return {}
+
+    def _store(self) -> Any:
+        return dist.distributed_c10d._get_process_group_store(self._group)
+
+    @staticmethod
+    def _key(rank: int) -> str:
+        return f"rankstep/waits/{rank}"
+
+
+class WatchedWork:
+    """A work of a backend whose ``wait`` blocks the host; looks around when it takes long.
+
+    Args:
+        work: The backend's own.
+        lookout: Looks around.
+    """
+
+    __slots__ = ("_lookout", "_work")
+
+    def __init__(self, work: dist.Work, lookout: Lookout) -> None:
+        self._work = work
+        self._lookout = lookout
+
+    def wait(self) -> object:
+        """Return when the result is there."""
+        limit = timedelta(seconds=ALARM_S)
+        while True:
+            try:
+                done = self._work.wait(limit)
+            except RuntimeError:
+                if self._work.is_completed():
+                    raise
+                self._lookout.waited_long()
+                limit = timedelta(seconds=CONFIRM_S)
+            else:
+                self._lookout.came_through()
+                return done
+
+    def get_future(self) -> Any:
+        """The work's future."""
+        return self._work.get_future()
+
+
+def watched(work: dist.Work, lookout: Lookout | None) -> Pending:
+    """The work, watched unless ``lookout`` is None."""
+    return work if lookout is None else WatchedWork(work, lookout)
