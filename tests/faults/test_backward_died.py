@@ -354,7 +354,8 @@ def test_a_killed_rank_is_an_error_on_the_others_and_no_hang(world, dead, step, 
         failed_in, text, again = outcome.value
         assert failed_in == step
         assert f"rank {rank}: " in text
-        assert ("first backward" if step == 0 else f"step {step} ") in text
+        # In the first step a rank may still get rank 0's order before it notices.
+        assert f"step {step} " in text or (step == 0 and "first backward" in text)
         # Who is missing is known from who came, not from the connection that broke.
         assert f"rank {dead} did not come" in text
         assert again == ["CommunicationError"] * 2

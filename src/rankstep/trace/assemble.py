@@ -185,7 +185,7 @@ def _intervals(file: RankFile) -> Iterable[_Interval]:
     for kinds in file.events.values():
         for begin, end in _pairs(kinds["forward_began"], kinds["forward_ended"]):
             yield SpanKind.FORWARD, begin, end
-        ended = {step: at for step, at in kinds["step_settled"]}
+        ended = {step: at for step, at in kinds["step_settled"]}  # noqa: C416 - dict() would not know the widths
         for step, at in kinds["backward_began"]:
             # Somebody called the engine by another way: all that is known is the first gradient.
             place = bisect.bisect_right(calls, (at, 1 << 63)) - 1

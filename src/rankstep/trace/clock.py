@@ -49,7 +49,7 @@ def identity() -> str:
     """Name the clock that this process reads: equal texts, equal clocks."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/time')}"
+        return f"{boot} {Path('/proc/self/ns/time').readlink()}"
     except OSError:
         return f"{platform.node()} {os.getpid()}"
 

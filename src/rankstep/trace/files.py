@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from os import PathLike
 
 PATTERN = "rank-*.jsonl"
+_HEADER = (
+    *("rank", "world_size", "host", "device", "versions", "command", "run"),
+    *("offset_ns", "perf_counter_ns", "time_ns"),
+)
 
 
 class TraceError(RankstepError, ValueError):
@@ -101,6 +105,7 @@ def load(directory: str | PathLike[str]) -> Trace:
             buckets=tuple(name.buckets),
             steps=assemble(file, name),
             complete=file.complete,
+            unix_ns=_unix_ns(file.header),
         )
         for file, name in zip(files, names, strict=True)
     )
@@ -148,11 +153,16 @@ def _checked_header(path: Path, line: Any) -> dict[str, Any]:
             f"{path} has format version {line['version']}, and this Rankstep reads {VERSION}. Next: read it with the "
             f"release that wrote it, rankstep {line.get('versions', {}).get('rankstep', 'unknown')}."
         )
-    for key in ("rank", "world_size", "host", "device", "versions", "command", "run", "offset_ns"):
+    for key in _HEADER:
         if key not in line:
             raise TraceError(f"{path} has no {key!r} in its first line. Next: record again.")
     line.setdefault("error_ns", None)
     return line
+
+
+def _unix_ns(header: Mapping[str, Any]) -> int:
+    own: int = header["time_ns"] - header["perf_counter_ns"]
+    return own + int(header["offset_ns"])
 
 
 def _check_one_run(folder: Path, headers: list[dict[str, Any]]) -> None:

@@ -107,6 +107,7 @@ class RankTrace:
         buckets: The plan; with several wrappers those of all, one wrapper after the other.
         steps: In order; numbers may begin above 0.
         complete: The file ends as a finished recording does; False: the rank was cut off, or events were lost.
+        unix_ns: A time of this rank and this together are Unix time on its host, in nanoseconds.
     """
 
     rank: int
@@ -117,6 +118,7 @@ class RankTrace:
     buckets: tuple[BucketInfo, ...]
     steps: tuple[StepTrace, ...]
     complete: bool
+    unix_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

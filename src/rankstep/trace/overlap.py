@@ -104,9 +104,7 @@ def starts(steps: Iterable[StepTrace]) -> list[int]:
     """
     launches = [[bucket.launched_ns for bucket in step.buckets] for step in steps]
     longest = max(map(len, launches), default=0)
-    return [
-        max(each[place] for each in launches if place < len(each)) for place in range(longest)
-    ]
+    return [max(each[place] for each in launches if place < len(each)) for place in range(longest)]
 
 
 def end_of_flight(finished_ns: int | None, wait_end_ns: int, started_ns: int) -> int:
@@ -124,9 +122,7 @@ def parts(step: StepTrace, started: Sequence[int]) -> Parts:
     spent = dict.fromkeys(SpanKind, 0)
     for span in step.spans:
         spent[span.kind] += span.end_ns - span.begin_ns
-    waits = merged(
-        (s.begin_ns, s.end_ns) for s in step.spans if s.kind is SpanKind.WAIT
-    )
+    waits = merged((s.begin_ns, s.end_ns) for s in step.spans if s.kind is SpanKind.WAIT)
     before = merged(
         (bucket.wait_begin_ns, min(bucket.wait_end_ns, start))
         for bucket, start in zip(step.buckets, started, strict=False)
@@ -188,20 +184,18 @@ def last(steps: Mapping[int, StepTrace], before: Mapping[int, StepTrace]) -> Las
         steps: The same step of all ranks, by rank.
         before: The step before it.
     """
-    arrived = {
-        rank: step.buckets[-1].launched_ns for rank, step in steps.items() if step.buckets
-    }
+    arrived = {rank: step.buckets[-1].launched_ns for rank, step in steps.items() if step.buckets}
     if len(arrived) < 2:
         return None
     rank = max(arrived, key=lambda each: (arrived[each], -each))
     others = [each for each in arrived if each != rank]
     late = arrived[rank] - statistics.median(arrived[each] for each in others)
-    spent = {
-        each: _phases(steps[each], before.get(each), arrived[each]) for each in arrived
-    }
+    spent = {each: _phases(steps[each], before.get(each), arrived[each]) for each in arrived}
     phase = max(
         PHASES,
-        key=lambda kind: spent[rank][kind] - statistics.median(spent[each][kind] for each in others),
+        key=lambda kind: (
+            spent[rank][kind] - statistics.median(spent[each][kind] for each in others)
+        ),
     )
     return Last(rank, late, phase)
 

@@ -70,7 +70,9 @@ def render(
                 for figure in summary.get("figures", ())
             ],
             command=_text(trace.command),
-            versions=[(_text(name), _text(trace.versions[name])) for name in sorted(trace.versions)],
+            versions=[
+                (_text(name), _text(trace.versions[name])) for name in sorted(trace.versions)
+            ],
             data=_json(data),
             script=script,
             script_hash=_hash(script),

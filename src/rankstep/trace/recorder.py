@@ -153,7 +153,7 @@ class Recorder:
         observers.on_wrap.append(self._wrapped)
         atexit.register(self.close)
         # Wrappers are not registered anywhere; looking at every object takes a tenth of a second, once.
-        for thing in gc.get_objects():
+        for thing in gc.get_objects() if dist.is_initialized() else ():
             if DistributedDataParallel in type(thing).__mro__ and "reducer" in vars(thing):
                 self._wrapped(thing)
 
@@ -243,8 +243,11 @@ class Recorder:
         return self._main_step() in self._steps
 
     def _begin(self, wrapper: DistributedDataParallel) -> None:
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        alignment = align(wrapper.process_group, self._session)
+        group = wrapper.process_group
+        rank, world_size = group.rank(), group.size()
+        if dist.is_initialized():
+            rank, world_size = dist.get_rank(), dist.get_world_size()
+        alignment = align(group, self._session)
         path = self.directory / file_name(rank)
         header = {
             "rank": rank,

@@ -190,9 +190,7 @@ def summarize(trace: Trace, only: int | None = None) -> Summary:
     )
 
 
-def _previous(
-    by_rank: dict[int, dict[int, StepTrace]], number: int
-) -> dict[int, StepTrace]:
+def _previous(by_rank: dict[int, dict[int, StepTrace]], number: int) -> dict[int, StepTrace]:
     previous = {rank: own[number - 1] for rank, own in by_rank.items() if number - 1 in own}
     # Times since then are compared, so they must begin at the same place on all ranks.
     return previous if len(previous) == len(by_rank) else {}
@@ -269,16 +267,14 @@ def _span(steps: Sequence[StepTrace]) -> str:
 def paragraph(summary: Summary) -> str:
     """Tell what a step was spent on, who was late, and what is missing in the trace."""
     parts = summary.parts
-    sentences = [
+    spent = (
         f"{_steps(summary.counted)} on {_plural(len(summary.ranks), 'rank')}: "
         f"step {ms(parts.step_ns)}: compute {_of(parts.compute_ns, parts)}, "
         f"exposed communication {_of(parts.exposed_ns, parts)}, "
         f"waiting for the slowest rank {_of(parts.waiting_ns, parts)}, "
-        f"data {_of(parts.data_ns, parts)}, other {_of(parts.other_ns, parts)}.",
-        _communication(summary),
-        _straggler(summary),
-        *_gaps(summary),
-    ]
+        f"data {_of(parts.data_ns, parts)}, other {_of(parts.other_ns, parts)}."
+    )
+    sentences = [spent, _communication(summary), _straggler(summary), *_gaps(summary)]
     return " ".join(sentence for sentence in sentences if sentence)
 
 

@@ -49,7 +49,7 @@ class Taps:
         self._tell = tell
         self._before, self._after = before_backward, after_backward
         self._thread = threading.get_ident()
-        self._stepping: list[tuple[int, int]] = []
+        self._stepping: dict[int, int] = {}
         self._loading = False
         self._undo: list[Callable[[], None]] = []
 
@@ -114,18 +114,10 @@ class Taps:
         return backward
 
     def _step_begins(self, optimizer: Any, *_: Any) -> None:
-        self._leave_steps_of(optimizer)  # one that raised has told no end
-        self._stepping.append((id(optimizer), time.perf_counter_ns()))
+        # An optimizer may step others inside itself; one whose step raises tells no end.
+        self._stepping[id(optimizer)] = time.perf_counter_ns()
 
     def _step_ended(self, optimizer: Any, *_: Any) -> None:
-        begin_ns = self._leave_steps_of(optimizer)
-        # An optimizer may step others inside itself; only the outermost counts.
-        if begin_ns is not None and not self._stepping:
+        begin_ns = self._stepping.pop(id(optimizer), None)
+        if begin_ns is not None:
             self._tell((OPTIMIZER, begin_ns, time.perf_counter_ns()))
-
-    def _leave_steps_of(self, optimizer: Any) -> int | None:
-        for place, (one, begin_ns) in enumerate(self._stepping):
-            if one == id(optimizer):
-                del self._stepping[place:]
-                return begin_ns
-        return None

@@ -1,16 +1,21 @@
 // What the page says about a trace, from its spans and buckets. The words are defined in WORDS, shown at the page's end.
 
 const WORDS = [
-  ["step", "One backward whose gradients are averaged, with everything around it: from the end of the step before to its own end."],
-  ["in flight", "A bucket is in flight from the launch of its all-reduce on a rank to the end. Where the backend does not tell the end (marked ≤), the end of the wait stands for it, and so the time in flight may be shorter than shown."],
-  ["exposed", "The time in which at least one bucket is in flight and the rank does nothing but wait."],
-  ["hidden", "The rest of the time in which at least one bucket is in flight: the rank works meanwhile."],
-  ["overlap", "Hidden time as a part of all the time in flight, summed over steps and ranks."],
+  ["step", "One backward whose gradients are averaged, with everything around it: from the end of the step before to its own end. Means are of the steps that all ranks recorded, without a run's first one, which only learns."],
+  ["data", "Waiting for the next batch."],
+  ["compute", "Forward, backward and optimizer, without what follows."],
+  ["start", "A bucket starts when the last rank has launched it. Before that no rank can get anything back."],
+  ["waiting", "What a rank waits for a bucket, at the end of backward, before the bucket has started: waiting for the slowest rank."],
+  ["exposed", "What it waits after that: communication that nothing hides."],
+  ["hidden", "The time in which at least one started bucket is under way while this rank computes. It is a part of compute; compute, exposed, waiting, data and other are the whole step."],
+  ["overlap", "hidden / (hidden + exposed): how much of the communication costs no time."],
   ["fill time", "From the first gradient of a bucket to the moment when its last one lies in the buffer."],
   ["launch delay", "From then to the launch: buckets leave in order, and a full one waits for those before it."],
-  ["last", "In each step, the rank that launches its last bucket after all the others. If the second is nearer to it than their clocks are exact, nobody is called last."],
-  ["late by", "How long after the median of the other ranks the last rank launches its last bucket."],
-  ["because of", "The part of the step that took the last rank longest in excess of the median of the others, before that launch."],
+  ["peers", "From the launch on this rank to the launch on the last one."],
+  ["in flight", "From then to the end. Where the backend does not tell the end (marked ≤), the end of the wait stands for it."],
+  ["last", "The rank that launches its last bucket of a step after all the others."],
+  ["late by", "How long after the median of the other ranks it does so."],
+  ["mostly in", "Where it lost that time: the part of the step that took it longest in excess of the median of the others, between the waits of the step before and that launch."],
 ];
 
 // Disjoint stretches, in order, that cover the same as the given ones.
@@ -38,29 +43,31 @@ function shared(a, b) {
   return sum;
 }
 
-// Time in flight of one rank in one step, hidden and exposed, and where the step went.
+const COMPUTE = ["forward", "backward", "optimizer"];
+const PARTS = ["data", ...COMPUTE, "exposed", "waiting", "other"];
+
+// Stretches in which a rank waits for buckets that other ranks have yet to launch.
+const beforeStarts = (step) => union(step.buckets.map((b) => ({ begin: b.waitBegin, end: Math.min(b.waitEnd, b.start) })));
+
+// Where one rank's step went. The parts add up to the step; hidden lies inside compute.
 function account(step) {
-  const waits = union(step.waits);
-  const flight = union(step.buckets.map((b) => ({ begin: b.launched, end: b.finished })));
-  const exposed = shared(flight, waits);
-  const parts = {};
-  for (const kind of KINDS) parts[kind] = 0;
-  for (const span of step.spans) parts[span.kind] += span.end - span.begin;
-  return { length: step.end - step.begin, hidden: total(flight) - exposed, exposed, parts };
+  const spent = {};
+  for (const kind of KINDS) spent[kind] = 0;
+  for (const span of step.spans) spent[span.kind] += span.end - span.begin;
+  const flights = union(step.buckets.map((b) => ({ begin: b.start, end: b.finished })));
+  spent.waiting = shared(union(step.waits), beforeStarts(step));
+  spent.exposed = total(union(step.waits)) - spent.waiting;
+  spent.hidden = shared(flights, union(step.spans.filter((span) => COMPUTE.includes(span.kind))));
+  spent.length = step.end - step.begin;
+  return spent;
 }
 
 function accounts(trace) {
-  const all = trace.ranks.flatMap((rank) => rank.steps.map(account));
-  const parts = {};
-  for (const kind of KINDS) parts[kind] = mean(all.map((one) => one.parts[kind]));
-  return {
-    count: all.length,
-    length: mean(all.map((one) => one.length)),
-    median: median(all.map((one) => one.length)),
-    hidden: mean(all.map((one) => one.hidden)),
-    exposed: mean(all.map((one) => one.exposed)),
-    parts,
-  };
+  const all = trace.ranks.flatMap((rank) => trace.counted.map((number) => rank.byNumber.get(number)).filter(Boolean).map(account));
+  const sum = { count: all.length };
+  for (const key of [...PARTS, "hidden", "length"]) sum[key] = mean(all.map((one) => one[key]));
+  sum.compute = COMPUTE.reduce((so_far, kind) => so_far + sum[kind], 0);
+  return sum;
 }
 
 function bucketRows(rank, step) {
@@ -78,68 +85,69 @@ function bucketRows(rank, step) {
       params: info.params,
       fill: bucket.filled === null || first === undefined ? null : bucket.filled - first,
       delay: bucket.filled === null ? null : bucket.launched - bucket.filled,
-      flight: bucket.finished - bucket.launched,
+      peers: bucket.start - bucket.launched,
+      flight: bucket.finished - bucket.start,
       exposed: common(
-        { begin: bucket.launched, end: bucket.finished },
+        { begin: bucket.start, end: bucket.finished },
         { begin: bucket.waitBegin, end: bucket.waitEnd },
       ),
     };
   });
 }
 
-const CAUSES = { start: "starting late", data: "data", forward: "forward", backward: "backward", other: "other work", optimizer: "optimizer" };
+const PHASES = ["forward", "backward", "optimizer", "data", "other"];
 
-function causes(step, window, until) {
-  const out = { start: step.begin - window.begin };
-  for (const kind of ["data", "forward", "backward", "other", "optimizer"]) {
-    out[kind] = step.spans
-      .filter((span) => span.kind === kind)
-      .reduce((sum, span) => sum + Math.max(0, Math.min(span.end, until) - span.begin), 0);
-  }
-  return out;
+// What a rank did between the waits of the step before, when all ranks stood side by side, and a moment of this step.
+function phases(step, before, until) {
+  const spans = [...step.spans];
+  if (before) spans.unshift(...before.spans.slice(before.spans.findLastIndex((span) => span.kind === "wait") + 1));
+  const spent = Object.fromEntries(PHASES.map((kind) => [kind, 0]));
+  for (const span of spans) if (span.kind in spent) spent[span.kind] += Math.max(0, Math.min(span.end, until) - span.begin);
+  return spent;
 }
 
-// Who launched its last bucket last, step by step; null where the clocks cannot tell.
+// Who launched its last bucket last in a step; null where there is nobody to compare with.
 function lastOf(trace, number) {
-  const arrivals = [];
+  const arrived = [];
   for (const rank of trace.ranks) {
     const step = rank.byNumber.get(number);
-    if (step && step.buckets.length) arrivals.push({ rank, step, at: Math.max(...step.buckets.map((b) => b.launched)) });
+    if (step?.buckets.length) arrived.push({ rank, step, at: step.buckets[step.buckets.length - 1].launched });
   }
-  if (arrivals.length < 2) return null;
-  arrivals.sort((a, b) => b.at - a.at);
-  const [last, second, ...rest] = arrivals;
-  if (last.at - second.at <= (last.rank.clockError || 0) + (second.rank.clockError || 0)) return { undecided: true };
-  const others = [second, ...rest];
-  const window = trace.windows.get(number);
-  const mine = causes(last.step, window, last.at);
-  const theirs = others.map((one) => causes(one.step, window, one.at));
-  const excess = Object.keys(mine).map((key) => [key, mine[key] - median(theirs.map((one) => one[key]))]);
-  excess.sort((a, b) => b[1] - a[1]);
-  return { rank: last.rank, late: last.at - median(others.map((one) => one.at)), cause: excess[0][0] };
+  if (arrived.length < 2) return null;
+  arrived.sort((a, b) => b.at - a.at || a.rank.rank - b.rank.rank);
+  const [last, ...others] = arrived;
+  // Times since the step before are compared, so all ranks need it or none.
+  const side = trace.ranks.every((rank) => rank.byNumber.has(number - 1));
+  const spent = (one) => phases(one.step, side ? one.rank.byNumber.get(number - 1) : null, one.at);
+  const mine = spent(last), theirs = others.map(spent);
+  let phase = null, most = -Infinity;
+  for (const kind of PHASES) {
+    const excess = mine[kind] - median(theirs.map((one) => one[kind]));
+    if (excess > most) [phase, most] = [kind, excess];
+  }
+  const doubt = (last.rank.clockError ?? 0) + (others[0].rank.clockError ?? 0);
+  return { rank: last.rank, late: last.at - median(others.map((one) => one.at)), phase, unsure: last.at - others[0].at <= doubt };
 }
 
 function stragglers(trace) {
-  const rows = new Map(trace.ranks.map((rank) => [rank, { rank, late: [], causes: new Map() }]));
-  let judged = 0, undecided = 0;
-  for (const number of trace.numbers) {
+  const rows = new Map(trace.ranks.map((rank) => [rank, { late: [], phases: new Map() }]));
+  let judged = 0, unsure = 0;
+  for (const number of trace.counted) {
     const last = lastOf(trace, number);
-    if (last === null) continue;
+    if (!last) continue;
+    const row = rows.get(last.rank);
     judged += 1;
-    if (last.undecided) undecided += 1;
-    else {
-      const row = rows.get(last.rank);
-      row.late.push(last.late);
-      row.causes.set(last.cause, (row.causes.get(last.cause) || 0) + 1);
-    }
+    unsure += last.unsure;
+    row.late.push(last.late);
+    row.phases.set(last.phase, (row.phases.get(last.phase) || 0) + last.late);
   }
-  const list = [...rows.values()].map((row) => ({
-    rank: row.rank,
-    count: row.late.length,
-    late: row.late.length ? mean(row.late) : null,
-    worst: row.late.length ? Math.max(...row.late) : null,
-    cause: row.late.length ? CAUSES[[...row.causes].sort((a, b) => b[1] - a[1])[0][0]] : null,
+  const list = [...rows].map(([rank, { late, phases }]) => ({
+    rank,
+    count: late.length,
+    late: late.length ? mean(late) : null,
+    worst: late.length ? Math.max(...late) : null,
+    phase: late.length ? [...phases].sort((a, b) => b[1] - a[1])[0][0] : null,
   }));
   list.sort((a, b) => b.count - a.count || (b.late || 0) - (a.late || 0) || a.rank.rank - b.rank.rank);
-  return { rows: list, judged, undecided };
+  return { rows: list, judged, unsure };
 }

@@ -46,7 +46,7 @@ function readBuckets(text, begin) {
   let launched = begin;
   for (let i = 0; i < n.length; i += 7) {
     launched += n[i + 2];
-    const waitBegin = launched + n[i + 5], waitEnd = waitBegin + n[i + 6];
+    const waitBegin = launched + n[i + 5];
     const told = Boolean(n[i + 1] & FINISHED);
     buckets.push({
       index: n[i],
@@ -54,10 +54,10 @@ function readBuckets(text, begin) {
       filled: n[i + 1] & FILLED ? launched - n[i + 3] : null,
       launched,
       told,
-      // Where the backend does not tell, the end of the wait is all that is known.
-      finished: told ? launched + n[i + 4] : Math.max(waitEnd, launched),
+      start: launched, // when the last rank launched it, set when all ranks are read
+      finished: told ? launched + n[i + 4] : waitBegin + n[i + 6],
       waitBegin,
-      waitEnd,
+      waitEnd: waitBegin + n[i + 6],
     });
   }
   return buckets;
@@ -113,6 +113,26 @@ function readPlan(rows) {
   return { buckets, bucketOf };
 }
 
+// A bucket starts when the last rank has launched it. Buckets are matched by launch order, the same everywhere.
+function findStarts(ranks) {
+  const starts = new Map();
+  for (const { steps } of ranks) {
+    for (const step of steps) {
+      if (!starts.has(step.number)) starts.set(step.number, []);
+      const own = starts.get(step.number);
+      step.buckets.forEach((bucket, i) => { own[i] = Math.max(bucket.launched, own[i] ?? -Infinity); });
+    }
+  }
+  for (const { steps } of ranks) {
+    for (const step of steps) {
+      step.buckets.forEach((bucket, i) => {
+        bucket.start = starts.get(step.number)[i];
+        bucket.finished = Math.max(bucket.start, bucket.finished);
+      });
+    }
+  }
+}
+
 function readTrace(raw) {
   if (raw.format !== 1) throw new Error(`the trace has format ${raw.format}, and this page reads 1`);
   const orders = raw.orders.map((text) => new Order(text));
@@ -131,6 +151,7 @@ function readTrace(raw) {
       byNumber: new Map(steps.map((step) => [step.number, step])),
     };
   });
+  findStarts(ranks);
   // A step as all ranks saw it: from the first that began to the last that ended.
   const windows = new Map();
   for (const { steps } of ranks) {
@@ -141,11 +162,15 @@ function readTrace(raw) {
   }
   const numbers = [...windows.keys()].sort((a, b) => a - b);
   const all = [...windows.values()];
+  // Means are of steps that all ranks have, and not of a run's first, which only learns.
+  const common = numbers.filter((number) => ranks.every((rank) => rank.byNumber.has(number)));
+  const counted = common.length > 1 ? common.filter((number) => number > 0) : common;
   return {
     worldSize: raw.world_size,
     overlap: raw.overlap,
     ranks,
     numbers,
+    counted: counted.length ? counted : numbers,
     windows,
     begin: all.length ? Math.min(...all.map((window) => window.begin)) : 0,
     end: all.length ? Math.max(...all.map((window) => window.end)) : 1e6,

@@ -103,10 +103,11 @@ const LEGEND = [
   ["forward", "forward"],
   ["backward", "backward"],
   ["tick", "a gradient is ready"],
-  ["bucket", "bucket in flight"],
-  ["bucketWait", "bucket in flight, and waited for"],
   ["queue", "bucket full, not yet launched"],
-  ["wait", "waiting"],
+  ["peers", "launched, but not yet by all ranks"],
+  ["bucket", "in flight"],
+  ["bucketWait", "in flight and waited for: exposed"],
+  ["wait", "waiting for the slowest rank"],
   ["optimizer", "optimizer"],
   ["other", "other"],
 ];
@@ -119,6 +120,7 @@ function swatch(kind) {
     g.fillStyle = theme.ink;
     for (const x of [4, 8, 11, 17, 21]) g.fillRect(x, 1, 1, 11);
   } else if (kind === "queue") drawQueue(g, 2, 24, 1, 11);
+  else if (kind === "peers") drawPeers(g, 0, 26, 1, 11);
   else bar(g, kind, 0, 0, 26, 13);
   return canvas;
 }
@@ -128,6 +130,18 @@ function drawQueue(g, from, to, y, height) {
   g.fillStyle = KIND_COLOURS.bucket;
   g.fillRect(from, y + height / 2 - 0.75, Math.max(0.5, to - from), 1.5);
   g.fillRect(from, y + 1, 1.5, height - 2);
+}
+
+// Launched here, and waiting for other ranks to launch it: an empty frame.
+function drawPeers(g, from, to, y, height) {
+  if (to - from < 0.5) return;
+  g.fillStyle = KIND_COLOURS.bucket;
+  g.globalAlpha = height < 6 ? 0.3 : 0.18;
+  g.fillRect(from, y, to - from, height);
+  g.globalAlpha = 1;
+  if (height < 6) return;
+  g.fillRect(from, y, to - from, 1);
+  g.fillRect(from, y + height - 1, to - from, 1);
 }
 
 function drawLegend(kinds) {

@@ -6,6 +6,14 @@ function describe(item) {
   const since = (time) => duration(time - step.begin);
   if (item.type === "span") {
     const { kind, begin, end } = item.span;
+    if (kind === "wait") {
+      const waiting = shared([item.span], beforeStarts(step));
+      return {
+        title: `wait for buckets: ${duration(end - begin)}`,
+        lines: [where, `for the slowest rank: ${duration(waiting)}`, `exposed communication: ${duration(end - begin - waiting)}`, `from ${since(begin)} to ${since(end)} of the step`],
+        names: [],
+      };
+    }
     return { title: `${kind}: ${duration(end - begin)}`, lines: [where, `from ${since(begin)} to ${since(end)} of the step`], names: [] };
   }
   if (item.type === "ready") {
@@ -21,6 +29,7 @@ function describe(item) {
   if (row.fill !== null) lines.push(`filled in ${duration(row.fill)}`);
   if (row.delay !== null) lines.push(`launched ${duration(row.delay)} after it was full`);
   lines.push(item.bucket.inBackward ? "left while backward went on" : "left at the end of backward");
+  if (row.peers > 0) lines.push(`launched by all ranks ${duration(row.peers)} later`);
   lines.push(`exposed: ${duration(row.exposed)}`);
   if (!item.bucket.told) lines.push("end not told by the backend: the end of the wait is shown");
   return {

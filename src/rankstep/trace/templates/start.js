@@ -67,6 +67,7 @@ function repaint() {
   readTheme();
   const kinds = new Set(LEGEND.map(([kind]) => kind));
   if (!state.trace.hasOther) kinds.delete("other");
+  if (state.trace.ranks.length < 2) kinds.delete("peers");
   drawLegend(kinds);
   paintSummary();
   draw();
@@ -116,20 +117,17 @@ function controls() {
   window.addEventListener("hashchange", () => { if (location.hash.includes("=")) { readAddress(); applyFilter(); lookAtStep(); refresh(); } });
 }
 
-// On paper everything is light, and what is folded is open.
+// On paper everything is light.
 function printing() {
-  let before = null, folded = [];
+  let before = "";
   window.addEventListener("beforeprint", () => {
     before = document.documentElement.dataset.theme || "";
     document.documentElement.dataset.theme = "light";
-    folded = [...document.querySelectorAll("details:not([open])")];
-    for (const one of folded) one.open = true;
     repaint();
   });
   window.addEventListener("afterprint", () => {
     if (before) document.documentElement.dataset.theme = before;
     else delete document.documentElement.dataset.theme;
-    for (const one of folded) one.open = false;
     repaint();
   });
 }

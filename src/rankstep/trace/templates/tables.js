@@ -27,8 +27,8 @@ function facts(trace) {
     trace.numbers.length ? `step${trace.numbers.length > 1 ? "s" : ""} ${runs(trace.numbers)}` : "no steps",
     plural(trace.ranks.reduce((most, rank) => Math.max(most, rank.names.length), 0), "parameter"),
   ].filter(Boolean);
-  byId("facts").replaceChildren(...parts.map((text) => el("span", { class: "fact", text })));
   const one = byId("facts");
+  one.replaceChildren(...parts.map((text) => el("span", { class: "fact", text })));
   if (hosts.length === 1) one.append(el("span", { class: "fact" }, "on ", nameEl(hosts[0])));
   for (const device of devices) one.append(el("span", { class: "fact" }, nameEl(device)));
 }
@@ -45,24 +45,26 @@ function warnings(trace) {
 
 function figures(trace, sum, late) {
   const list = byId("figures");
-  if (list.children.length) return;
-  const first = late.rows[0];
+  if (list.children.length || !sum.count) return;
+  const first = late.rows[0], share = (key) => `${percent(sum[key], sum.length)} of a step`;
   const add = (label, value, note) => list.append(el("div", {}, el("dt", { text: label }), el("dd", { text: value }), el("dd", { class: "note", text: note })));
-  add("Step", duration(sum.median), `median of ${plural(sum.count, "step")} of all ranks`);
+  add("Step", duration(sum.length), `mean of ${plural(sum.count, "step")} on all ranks`);
   add("Communication hidden", percent(sum.hidden, sum.hidden + sum.exposed), `${duration(sum.hidden)} of ${duration(sum.hidden + sum.exposed)} a step`);
-  add("Exposed communication", duration(sum.exposed), `${percent(sum.exposed, sum.length)} of a step`);
-  add("Data", duration(sum.parts.data), `${percent(sum.parts.data, sum.length)} of a step`);
+  add("Exposed communication", duration(sum.exposed), share("exposed"));
+  if (trace.worldSize > 1) add("Waiting for the slowest", duration(sum.waiting), share("waiting"));
+  add("Waiting for data", duration(sum.data), share("data"));
   if (first?.count) add("Most often last", `rank ${first.rank.rank}`, `in ${first.count} of ${plural(late.judged, "step")}, by ${duration(first.late)}`);
 }
+
+const PHASE_WORDS = { data: "data loading", forward: "forward", backward: "backward", optimizer: "the optimizer step", other: "code outside model, loader and optimizer" };
 
 function paragraph(sum, late) {
   const place = byId("paragraph");
   if (place.textContent.trim() || !sum.count) return;
   const first = late.rows[0], all = sum.hidden + sum.exposed;
-  const parts = [`A step takes ${duration(sum.median)}.`];
-  if (all > 0) parts.push(`Gradients are in flight for ${duration(all)} of it; ${percent(sum.hidden, all)} of that is hidden behind work, and for ${duration(sum.exposed)} the ranks do nothing but wait.`);
-  if (first?.count) parts.push(`Rank ${first.rank.rank} is last in ${first.count} of ${plural(late.judged, "step")}, ${duration(first.late)} late on average, mostly because of ${first.cause}.`);
-  else if (late.judged) parts.push("No rank is last by more than the clocks can tell.");
+  const parts = [`A step takes ${duration(sum.length)}: ${duration(sum.compute)} compute, ${duration(sum.exposed)} exposed communication, ${duration(sum.waiting)} waiting for the slowest rank, ${duration(sum.data)} waiting for data.`];
+  if (all > 0) parts.push(`${percent(sum.hidden, all)} of the communication is hidden behind compute.`);
+  if (first?.count) parts.push(`Rank ${first.rank.rank} is last in ${first.count} of ${plural(late.judged, "step")}, ${duration(first.late)} late on average, mostly in ${PHASE_WORDS[first.phase]}.`);
   place.textContent = parts.join(" ");
 }
 
@@ -72,7 +74,7 @@ function stacked(heading, parts, note) {
   const box = el("div", { class: "stacked" }, el("h3", { text: heading }));
   const canvas = el("canvas", { role: "img", "aria-label": parts.map((p) => `${p.word}: ${duration(p.length)}, ${percent(p.length, all)}`).join("; ") });
   const list = el("ul", { class: "legend" });
-  for (const part of parts) list.append(el("li", {}, swatch(part.kind), el("span", { text: `${part.word} ` }), el("b", { text: duration(part.length) }), el("span", { text: ` ${percent(part.length, all)}` })));
+  for (const part of parts) list.append(el("li", { "data-part": part.word, "data-ns": part.length }, swatch(part.kind), el("span", { text: `${part.word} ` }), el("b", { text: duration(part.length) }), el("span", { text: ` ${percent(part.length, all)}` })));
   box.append(canvas, list);
   if (note) box.append(el("p", { class: "hint", text: note }));
   const paint = () => {
@@ -89,27 +91,39 @@ function stacked(heading, parts, note) {
 }
 
 function summaryBars(trace, sum) {
+  if (!sum.count) return () => {};
   const given = trace.overlap;
   const hidden = given ? given.hidden : sum.hidden, exposed = given ? given.exposed : sum.exposed;
-  const note = given?.definition || "Hidden: a bucket is in flight while the rank works. Exposed: a bucket is in flight and the rank does nothing but wait. Overlap = hidden / (hidden + exposed).";
+  const note = given?.definition || "Hidden: a bucket that all ranks have launched is under way while this rank computes. Exposed: the rank waits for such a bucket. Overlap = hidden / (hidden + exposed).";
   const overlap = stacked(`Overlap: ${percent(hidden, hidden + exposed)} of communication is hidden`, [
     { kind: "bucket", word: "hidden", length: hidden },
     { kind: "bucketWait", word: "exposed", length: exposed },
   ], `${note} Mean of a rank's step.`);
-  const parts = stacked(`Where a step's ${duration(sum.length)} go`, KINDS.filter((kind) => kind !== "other" || sum.parts.other > 0).map((kind) => ({
-    kind, word: kind === "wait" ? "waiting" : kind, length: sum.parts[kind],
-  })), "Mean of all steps and ranks; the parts add up to the step.");
+  const words = { exposed: ["bucketWait", "exposed communication"], waiting: ["wait", "waiting for the slowest rank"] };
+  const parts = stacked(`Where a step's ${duration(sum.length)} go`, PARTS.filter((key) => key !== "other" || sum.other > 0).map((key) => {
+    const [kind, word] = words[key] || [key, key];
+    return { kind, word, length: sum[key] };
+  }), "Mean of all counted steps and ranks; the parts add up to the step.");
   byId("overlap").replaceChildren(overlap.box);
   byId("parts").replaceChildren(parts.box);
   return () => { overlap.paint(); parts.paint(); };
 }
 
-function namesCell(rank, params) {
+// The first and the last name beside the numbers, and all of them in a row of their own: folded on a screen, never on paper.
+function namesCells(rank, params, columns) {
   const names = params.map((param) => nameOf(rank, param));
-  const list = (some) => el("span", { class: "names" }, ...some.flatMap((name, i) => (i ? [", ", nameEl(name)] : [nameEl(name)])));
-  if (names.length <= 4) return el("td", { class: "names-cell" }, list(names));
-  const summary = el("summary", {}, list(names.slice(0, 2)), ` … `, nameEl(names[names.length - 1]));
-  return el("td", { class: "names-cell" }, el("details", {}, summary, list(names)));
+  const row = el("tr", { class: "names-row", hidden: true }, el("td", { colspan: columns },
+    el("ul", {}, ...names.map((name) => el("li", {}, nameEl(name))))));
+  if (names.length <= 2) {
+    const short = names.flatMap((name, i) => (i ? [", ", nameEl(name)] : [nameEl(name)]));
+    return [el("td", { class: "names-cell" }, ...short), row];
+  }
+  const button = el("button", { type: "button", "aria-expanded": "false", text: plural(names.length, "name") });
+  button.addEventListener("click", () => {
+    row.hidden = !row.hidden;
+    button.setAttribute("aria-expanded", String(!row.hidden));
+  });
+  return [el("td", { class: "names-cell" }, button, " ", el("span", { class: "ends" }, nameEl(names[0]), " … ", nameEl(names[names.length - 1]))), row];
 }
 
 function bucketTable() {
@@ -121,23 +135,25 @@ function bucketTable() {
     told.textContent = rank ? `Rank ${rank.rank} recorded nothing of this step.` : "Nothing was recorded.";
     return;
   }
-  const rows = bucketRows(rank, step), account_ = account(step);
-  const columns = ["fill", "delay", "flight", "exposed"].map((key) => column(rows.map((row) => row[key])));
-  told.textContent = `${duration(account_.length)} in all; in flight ${duration(account_.hidden + account_.exposed)}, of which ${duration(account_.exposed)} exposed.` +
+  const rows = bucketRows(rank, step), sum = account(step);
+  const columns = ["fill", "delay", "peers", "flight", "exposed"].map((key) => column(rows.map((row) => row[key])));
+  told.textContent = `${duration(sum.length)} in all. Communication: ${duration(sum.hidden)} hidden, ${duration(sum.exposed)} exposed; ${duration(sum.waiting)} waiting for the slowest rank.` +
     (rows.length ? "" : " No bucket left in this step.");
   if (!rows.length) return;
-  table.append(head(["Bucket", "", "number"], ["Size", "", "number"], ["Fill time", columns[0].unit, "number"], ["Launch delay", columns[1].unit, "number"], ["In flight", columns[2].unit, "number"], ["Exposed", columns[3].unit, "meter"], ["Left", ""], ["Parameters", ""]));
+  table.append(head(["Bucket", "", "number"], ["Size", "", "number"], ["Fill time", columns[0].unit, "number"], ["Launch delay", columns[1].unit, "number"], ["Peers", columns[2].unit, "number"], ["In flight", columns[3].unit, "number"], ["Exposed", columns[4].unit, "meter"], ["Left", ""], ["Parameters", "", "names-cell"]));
   const body = el("tbody");
   for (const row of rows) {
+    const [short, full] = namesCells(rank, row.params, 9);
     body.append(el("tr", {},
       el("th", { scope: "row", class: "number", text: row.bucket.index }),
       number(row.nbytes === null ? "–" : bytes(row.nbytes)),
       number(columns[0].text(row.fill)),
       number(columns[1].text(row.delay)),
-      number((row.bucket.told ? "" : "≤ ") + columns[2].text(row.flight)),
-      meter(row.flight > 0 ? row.exposed / row.flight : 0, "wait", columns[3].text(row.exposed)),
+      number(columns[2].text(row.peers)),
+      number((row.bucket.told ? "" : "≤ ") + columns[3].text(row.flight)),
+      meter(row.flight > 0 ? row.exposed / row.flight : 0, "exposed", columns[4].text(row.exposed)),
       cell(row.bucket.inBackward ? "in backward" : "at its end", { class: "nowrap" }),
-      namesCell(rank, row.params)));
+      short), full);
   }
   table.append(body);
 }
@@ -148,23 +164,23 @@ function stragglerTable(trace, late) {
     told.textContent = trace.ranks.length > 1 ? "No step has buckets of two ranks or more." : "It takes two ranks for one to be late.";
   } else {
     told.textContent = `Last: launches its last bucket after all the others. ${plural(late.judged, "step")} compared` +
-      (late.undecided ? `; in ${late.undecided} the clocks are not exact enough to tell.` : ".");
+      (late.unsure ? `; in ${late.unsure} of them by less than the clocks are exact, so it may have been another.` : ".");
   }
   if (!trace.ranks.length) return;
   const [mean_, worst] = ["late", "worst"].map((key) => column(late.rows.map((row) => row[key])));
   const most = Math.max(0, ...late.rows.map((row) => row.late || 0));
-  table.append(head(["Rank", "", "number"], ["Last in", "steps", "meter"], ["Late by", `${mean_.unit}, mean`, "meter"], ["Worst", worst.unit, "number"], ["Because of", ""], ["Clock within", "", "number"], ["Device", ""], ["Host", ""]));
+  table.append(head(["Rank", "", "number"], ["Last in", "steps", "meter"], ["Late by", `${mean_.unit}, mean`, "meter"], ["Worst", worst.unit, "number"], ["Mostly in", ""], ["Clock within", "", "number"], ["Device", ""], ["Host", ""]));
   const body = el("tbody");
   for (const row of late.rows) {
-    body.append(el("tr", {},
+    body.append(el("tr", { "data-late": row.late ?? 0 },
       el("th", { scope: "row", class: "number", text: row.rank.rank }),
       meter(late.judged ? row.count / late.judged : 0, "backward", late.judged ? `${row.count} (${percent(row.count, late.judged)})` : "–"),
       meter(most ? (row.late || 0) / most : 0, "data", mean_.text(row.late)),
       number(worst.text(row.worst)),
-      cell(row.cause || "–"),
+      cell(row.phase || "–"),
       number(row.rank.clockError === null ? "unknown" : `± ${duration(row.rank.clockError)}`),
-      el("td", { class: "nowrap" }, nameEl(row.rank.device)),
-      el("td", {}, nameEl(row.rank.host))));
+      el("td", { class: "place" }, nameEl(row.rank.device)),
+      el("td", { class: "place" }, nameEl(row.rank.host))));
   }
   table.append(body);
 }
@@ -190,5 +206,6 @@ function drawStrip() {
       g.fillText(String(one), clamp(i * wide + wide / 2 - 1, 10, width - 10), height - 6);
     }
   });
-  byId("strip-told").textContent = `From the first rank's begin to the last rank's end; the longest takes ${duration(most)}, step ${state.step} takes ${duration(lengths[numbers.indexOf(state.step)])}. Click to choose a step.`;
+  byId("strip-told").textContent = `From the first rank's begin to the last rank's end; the longest takes ${duration(most)}, step ${state.step} takes ${duration(lengths[numbers.indexOf(state.step)])}. `;
+  byId("strip-told").append(el("span", { class: "screen", text: "Click to choose a step." }));
 }

@@ -65,7 +65,11 @@ function bytes(count) {
   return `${count} B`;
 }
 
-const percent = (part, whole) => (whole > 0 ? `${Math.round((100 * part) / whole)} %` : "–");
+function percent(part, whole) {
+  if (!(whole > 0)) return "–";
+  const share = (100 * part) / whole;
+  return share > 0 && share < 0.5 ? "< 1 %" : `${Math.round(share)} %`;
+}
 
 // "0–3, 8": runs of numbers, as a person writes them.
 function runs(numbers) {

@@ -30,9 +30,10 @@ function rowBuckets(trace) {
 function layOut() {
   const narrow = view.width < 640;
   const rows = state.trace.bucketRows;
-  const bucketHeight = rows === 1 ? 15 : rows * (rows > 4 ? 8 : 12);
+  const compact = state.lanes === "compact";
+  const bucketHeight = compact ? Math.max(9, rows * 4) : rows === 1 ? 15 : rows * (rows > 4 ? 8 : 12);
   const spec =
-    state.lanes === "full"
+    !compact
       ? [
           ["data", "data", "data", 15],
           ["forward", "forward", "fwd", 15],
@@ -65,7 +66,7 @@ function draw() {
   view.width = Math.max(280, scroller.clientWidth);
   layOut();
   const full = AXIS + view.block * state.shown.length + 4;
-  view.height = Math.min(Math.max(full, AXIS + 60), Math.max(240, Math.round(window.innerHeight * 0.72)));
+  view.height = Math.min(Math.max(full, AXIS + 60), Math.max(240, Math.round(window.innerHeight * 0.8)));
   scroller.style.height = `${view.height}px`;
   byId("extent").style.height = `${full}px`;
   view.top = scroller.scrollTop;
@@ -155,12 +156,29 @@ const sameItem = (a, b) => a.type === b.type && a.step === b.step && (a.span || 
 function drawSpan(g, rank, step, span, y) {
   const lane = laneOf(span.kind);
   if (!lane || span.end < state.left || span.begin > state.right) return;
-  const x = clamp(xOf(span.begin), view.gutter - 4, view.width);
+  const x = clamp(xOf(span.begin), view.gutter, view.width);
   const width = clamp(xOf(span.end), x, view.width + 4) - x;
   const height = lane.key === "backward" || lane.key === "work" ? 14 : lane.height - 1;
-  bar(g, span.kind, x, y + lane.top, width, height, width > 18 ? label(span.kind, span.end - span.begin, width) : "");
+  if (span.kind === "wait") drawWait(g, step, span, y + lane.top, height);
+  else bar(g, span.kind, x, y + lane.top, width, height, label(span.kind, span.end - span.begin, width));
   hit(x, y + lane.top, width, height, { type: "span", rank, step, span });
   outline(g);
+}
+
+// A wait in its parts: for the slowest rank, and the rest, which is exposed communication.
+function drawWait(g, step, span, top, height) {
+  const piece = (kind, word, begin, end) => {
+    const from = clamp(xOf(begin), view.gutter, view.width), to = clamp(xOf(end), from, view.width + 4);
+    if (to > from) bar(g, kind, from, top, to - from, height, label(word, end - begin, to - from));
+  };
+  let at = span.begin;
+  for (const { begin, end } of beforeStarts(step)) {
+    if (end <= at || begin >= span.end) continue;
+    piece("bucketWait", "exposed", at, begin);
+    at = Math.min(end, span.end);
+    piece("wait", "waiting", Math.max(begin, span.begin), at);
+  }
+  piece("bucketWait", "exposed", at, span.end);
 }
 
 function label(word, length, width) {
@@ -190,23 +208,23 @@ function drawReady(g, rank, step, y) {
 }
 
 function drawBucket(g, rank, step, bucket, y) {
-  if (bucket.finished < state.left && bucket.launched < state.left) return;
-  const lane = laneOf("bucket");
-  const height = (lane.height - 1) / state.trace.bucketRows;
+  if (bucket.launched > state.right && (bucket.filled ?? bucket.launched) > state.right) return;
+  const lane = laneOf("bucket"), rows = state.trace.bucketRows;
+  const height = (lane.height - 1) / rows;
   const top = y + lane.top + height * bucket.row;
-  const x = xOf(bucket.launched), end = xOf(bucket.finished);
-  const thick = Math.max(3, height - (state.trace.bucketRows > 1 ? 1 : 0));
-  if (bucket.filled !== null && bucket.filled < bucket.launched) drawQueue(g, xOf(bucket.filled), x, top, thick);
-  const left = clamp(x, view.gutter - 4, view.width), right = clamp(end, left, view.width + 4);
-  const text = right - left > 60 ? `bucket ${bucket.index}` : String(bucket.index);
-  const waited = xOf(bucket.waitBegin), until = Math.min(end, xOf(bucket.waitEnd));
-  const from = clamp(waited, left, right);
-  bar(g, "bucket", left, top, from - left, thick, text);
-  if (until > from) bar(g, "bucketWait", from, top, Math.min(until, view.width + 4) - from, thick, from - left < 24 ? text : "");
-  if (end > Math.max(until, from)) bar(g, "bucket", Math.max(until, from), top, end - Math.max(until, from), thick);
+  const thick = Math.max(3, height - (rows > 1 ? 1 : 0));
+  const at = (time) => clamp(xOf(time), view.gutter - 2, view.width + 2);
+  const x = at(bucket.launched), start = at(bucket.start), end = at(bucket.finished);
+  const from = clamp(at(bucket.waitBegin), start, end), until = clamp(at(bucket.waitEnd), from, end);
+  const text = (width) => (width > 60 ? `bucket ${bucket.index}` : String(bucket.index));
+  if (bucket.filled !== null && bucket.filled < bucket.launched) drawQueue(g, at(bucket.filled), x, top, thick);
+  drawPeers(g, x, start, top, thick);
+  if (from > start || end === start) bar(g, "bucket", start, top, from - start, thick, text(from - start));
+  if (until > from) bar(g, "bucketWait", from, top, until - from, thick, from - start < 24 ? text(until - from) : "");
+  if (end > until) bar(g, "bucket", until, top, end - until, thick);
   g.fillStyle = theme.ink;
   g.fillRect(x, top, 1, thick); // the launch
-  hit(left, top, right - left, thick, { type: "bucket", rank, step, bucket });
+  hit(x, top, end - x, thick, { type: "bucket", rank, step, bucket });
   outline(g);
 }
 
@@ -222,10 +240,10 @@ function outline(g) {
 // Time since the chosen step began: round numbers, as many as there is room for.
 function ticks() {
   const zero = stepWindow(state.step).begin;
-  const rough = (state.right - state.left) / Math.max(2, (view.width - view.gutter) / 90);
+  const rough = (state.right - state.left) / Math.max(2, (view.width - view.gutter) / 75);
   const power = 10 ** Math.floor(Math.log10(rough));
   const gap = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= rough);
-  const [unit, scale] = UNITS.find(([, ns]) => gap >= ns * 0.1) || UNITS[3];
+  const [unit, scale] = UNITS.find(([, ns]) => gap >= ns) || UNITS[3];
   const digits = Math.max(0, -Math.floor(Math.log10(gap / scale) + 1e-9));
   const out = [];
   for (let i = Math.ceil((state.left - zero) / gap); zero + i * gap <= state.right; i++) {
