@@ -33,7 +33,7 @@ LAYERS = (
     "testing",
 )
 # These import nothing of ours, and anyone may import them.
-FREE = ("errors", "_version", "trace.events")
+FREE = ("errors", "_version", "_callable", "trace.events")
 
 AUTOGRAD_FILE = "parallel/hooks.py"
 AUTOGRAD_WORDS = ("register_post_accumulate_grad_hook", "_execution_engine", "queue_callback")

@@ -13,6 +13,8 @@ from rankstep.errors import RankstepError
 # Each command lives in a module of this name and is imported only when it is called: torch takes seconds to load.
 _COMMANDS: Final = {
     "run": "start a training script on several processes, as torchrun does",
+    "trace": "tell what a recorded run spent its time on, and who was late",
+    "explain": "show how data parallelism works, with the numbers of a real run",
 }
 
 _EXAMPLE: Final = """\

@@ -26,6 +26,11 @@ def judge(facts: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+def held(facts: dict[str, Any], name: str) -> bool:
+    """Return whether a claim of a judged document held."""
+    return all(claim["held"] for claim in facts["claims"] if claim["claim"] == name)
+
+
 def _claim(
     name: str,
     held: bool,

@@ -182,9 +182,7 @@ def _import(file: Path) -> Any:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise JobError(
-            f"importing {file.name} raised {type(error).__name__}: {error}"
-        ) from error
+        raise JobError(f"importing {file.name} raised {type(error).__name__}: {error}") from error
     return module
 
 
@@ -213,15 +211,20 @@ def _check(job: Job, place: str) -> None:
             f"{place}: loss is {type(job.loss).__name__}, which cannot be called. Next: give a function loss(model, batch) "
             "that returns the mean loss."
         )
-    if isinstance(job.optimizer, torch.optim.Optimizer) or not (
-        job.optimizer is None or callable(job.optimizer)
+    # What a user's dict held may be anything, whatever the annotations say.
+    optimizer: object = job.optimizer
+    size: object = job.batch_size
+    if isinstance(optimizer, torch.optim.Optimizer) or not (
+        optimizer is None or callable(optimizer)
     ):
         raise JobError(
             f"{place}: optimizer is {type(job.optimizer).__name__}, not a function that makes one. Next: give "
             "lambda params: torch.optim.AdamW(params, lr=1e-3); it is called for several copies of the model."
         )
-    if isinstance(job.batch_size, bool) or not isinstance(job.batch_size, int) or job.batch_size < 1:
-        raise JobError(f"{place}: batch_size is {job.batch_size!r}. Next: give a whole number from 1.")
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise JobError(
+            f"{place}: batch_size is {job.batch_size!r}. Next: give a whole number from 1."
+        )
     if job.collate is not None and not callable(job.collate):
         raise JobError(
             f"{place}: collate is {type(job.collate).__name__}, which cannot be called. Next: give a function that makes a "
@@ -234,7 +237,8 @@ def _check_model(model: object, place: str) -> None:
         raise JobError(
             f"{place}: model is {type(model).__name__}, no torch.nn.Module. Next: return the module itself, unwrapped."
         )
-    if isinstance(model, nn.parallel.DistributedDataParallel):
+    # Torch's wrapper, or ours.
+    if any(kind.__name__ == "DistributedDataParallel" for kind in type(model).__mro__):
         raise JobError(
             f"{place}: the model is wrapped already. Next: return the plain module; explain wraps copies of it."
         )

@@ -69,14 +69,14 @@ def main(folder: Path) -> None:
     with world(device=request.device) as here:
         if here.device.type == "cuda":
             # Convolve in full float32, so that one process and several compute the same.
-            torch.backends.cudnn.conv.fp32_precision = "ieee"
+            torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
             torch.backends.cudnn.deterministic = True
         result = _measured(request, here)
         _write(folder / f"rank-{here.rank}.json", result)
 
 
 def _measured(request: Request, here: World) -> dict[str, Any]:
-    progress = Progress(request.lang, shown=here.is_main)
+    progress = Progress(request, shown=here.is_main)
     began = time.perf_counter()
     problem: JobError | None = None
     stage: Stage | None = None
@@ -93,10 +93,14 @@ def _measured(request: Request, here: World) -> dict[str, Any]:
     first = stage.batch(stage.indices(0, rank=0)[:2])
     if len(set(stage.peers.digests(vectors.digest_of_batch(first)))) > 1:
         progress.clear()
-        return {"problem": _told(JobError(
-            "the ranks' datasets hold different samples: the job function draws random numbers that differ from process "
-            "to process. Next: fix the seed of what it draws, so that every rank makes the same dataset."
-        ))}
+        return {
+            "problem": _told(
+                JobError(
+                    "the ranks' datasets hold different samples: the job function draws random numbers that differ from process "
+                    "to process. Next: fix the seed of what it draws, so that every rank makes the same dataset."
+                )
+            )
+        }
     slowest = max(row[0] for row in stage.peers.table([seconds]))
     stage.steps = request.steps or _steps(slowest, here.world_size)
     own, shared, spent = {}, {}, {}
@@ -107,7 +111,7 @@ def _measured(request: Request, here: World) -> dict[str, Any]:
         spent[part] = time.perf_counter() - start
     progress.clear()
     job = {
-        "name": request.job or "digits",
+        "name": Path(request.job or "digits").name,
         "built_in": request.job is None,
         "batch_size": stage.job.batch_size,
         "step_seconds": slowest,
@@ -162,7 +166,7 @@ def _told(problem: JobError) -> dict[str, str]:
 def _write(path: Path, result: dict[str, Any]) -> None:
     part = path.with_suffix(".part")
     part.write_text(json.dumps(_finite(result), allow_nan=False), encoding="utf-8")
-    os.replace(part, path)
+    part.replace(path)
 
 
 def _finite(value: Any) -> Any:
@@ -175,4 +179,6 @@ def _finite(value: Any) -> Any:
 
 
 if __name__ == "__main__":
+    # Standard output is for the story: what the job prints goes where the progress goes.
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     main(Path(sys.argv[1]))

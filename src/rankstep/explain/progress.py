@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
+from rankstep.explain import numbers
 from rankstep.explain.parts import PARTS
 from rankstep.explain.texts import texts
+
+if TYPE_CHECKING:
+    from rankstep.explain.request import Request
 
 
 class Progress:
     """Shown by rank 0, and before the ranks are there by the command itself.
 
     Args:
-        lang: Of the texts.
+        request: What is run.
         shown: False says nothing.
     """
 
-    def __init__(self, lang: str, *, shown: bool = True) -> None:
-        self._text = texts(lang)
+    def __init__(self, request: Request, *, shown: bool = True) -> None:
+        self._request = request
+        self._text = texts(request.lang)
         self._shown = shown
         self._moves = sys.stderr.isatty()
 
@@ -28,7 +34,12 @@ class Progress:
             what: A part, ``"start"`` or ``"job"``.
         """
         number = f"{PARTS.index(what) + 1}/{len(PARTS)} " if what in PARTS else ""
-        self._write(f"{number}{self._text(f'progress.{what}')}")
+        told = self._text(
+            f"progress.{what}",
+            ranks=self._request.ranks,
+            tensors=numbers.count(self._request.tensors),
+        )
+        self._write(f"{number}{told}")
 
     def clear(self) -> None:
         """Take the line away."""

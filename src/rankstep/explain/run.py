@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.run import get_args_parser
@@ -16,9 +17,12 @@ from torch.distributed.run import get_args_parser
 from rankstep._version import __version__
 from rankstep.explain.claims import judge
 from rankstep.explain.job import JobError, split_spec
+from rankstep.explain.overlap import overlap
 from rankstep.explain.parts import PARTS
-from rankstep.explain.request import Request
 from rankstep.launch.launch import launch
+
+if TYPE_CHECKING:
+    from rankstep.explain.request import Request
 
 SCHEMA = 1
 
@@ -84,12 +88,25 @@ def _document(request: Request, results: list[dict[str, Any]]) -> dict[str, Any]
         "python": sys.version.split()[0],
         "job": first["job"],
         "seed": request.seed,
+        "cores": os.cpu_count() or 1,
         "seconds": first["seconds"],
     }
     for part in PARTS:
         own = [result["own"][part] for result in results]
         document[part] = first["shared"][part] | ({"ranks": own} if any(own) else {})
+    _put_on_one_axis(document["backward"]["ranks"])
     claims = judge(document)
     document["claims"] = claims
     document["held"] = all(claim["held"] for claim in claims)
     return document
+
+
+def _put_on_one_axis(ranks: list[dict[str, Any]]) -> None:
+    """Say when each rank's step began, and how much of its communication was hidden.
+
+    The ranks are on one host, where ``time.perf_counter_ns`` is one clock for all processes.
+    """
+    first = min(rank["clock_began_ns"] for rank in ranks)
+    for rank in ranks:
+        rank["began"] = (rank.pop("clock_began_ns") - first) / 1e3
+        rank["overlap"] = overlap(rank)

@@ -24,7 +24,12 @@ class Texts:
         self._table = table
 
     def __call__(self, key: str, /, **values: object) -> str:
+        """Return a text with its gaps filled."""
         return self._table[key].format(**values)
+
+    def raw(self, key: str) -> str:
+        """Return a text with its gaps as they are."""
+        return self._table[key]
 
 
 def texts(lang: str) -> Texts:

@@ -105,7 +105,10 @@ def _rank_events(trace: Trace, rank: RankTrace, only: int | None, zero: int) -> 
     pid = rank.rank
     yield _named(pid, 0, "process_name", f"rank {rank.rank} ({rank.host}, {rank.device})")
     yield {
-        **{"ph": "M", "pid": pid, "tid": 0, "name": "process_sort_index"},
+        "ph": "M",
+        "pid": pid,
+        "tid": 0,
+        "name": "process_sort_index",
         "args": {"sort_index": rank.rank},
     }
     yield _named(pid, STEPS, "thread_name", "steps")
@@ -149,7 +152,11 @@ def _host_events(rank: RankTrace, step: StepTrace, zero: int) -> Iterator[_Event
         )
     for param, at_ns in step.ready:
         yield {
-            **{"ph": "i", "s": "t", "pid": rank.rank, "tid": HOST, "cat": "gradient"},
+            "ph": "i",
+            "s": "t",
+            "pid": rank.rank,
+            "tid": HOST,
+            "cat": "gradient",
             "name": rank.params[param],
             "ts": _us(at_ns - zero),
         }
@@ -187,7 +194,11 @@ def _slice(
     args: dict[str, Any] | None = None,
 ) -> _Event:
     return {
-        **{"ph": "X", "pid": pid, "tid": tid, "cat": category, "name": name},
+        "ph": "X",
+        "pid": pid,
+        "tid": tid,
+        "cat": category,
+        "name": name,
         "ts": _us(begin_ns - zero),
         "dur": _us(end_ns - begin_ns),
         "args": args or {},

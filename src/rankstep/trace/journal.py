@@ -88,6 +88,7 @@ class Journal:
         self._lines: list[str] = []
         self._columns: dict[Any, dict[str, list[int]]] = {}
         self.lost = False
+        self._launched = self._finished = 0
         self.add({"format": FORMAT, "version": VERSION, **header})
         self.write()
 
@@ -95,6 +96,11 @@ class Journal:
     def full(self) -> bool:
         """The file is as long as it may be."""
         return self._written >= self._limit
+
+    @property
+    def in_flight(self) -> int:
+        """Buckets that were launched and whose end nobody has told yet; 0 if the backend tells no ends."""
+        return self._launched - self._finished if self._finished else 0
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Take a line of its own."""
@@ -108,6 +114,10 @@ class Journal:
         for event in events:
             name, numbers = _TAKE[type(event)]
             columns.setdefault(name, []).extend(numbers(event))
+            if name == "bucket_launched":
+                self._launched += 1
+            elif name == "bucket_finished":
+                self._finished += 1
 
     def take_spans(self, queue: Queue) -> None:
         """Take ``(kind, begin, end)`` of what belongs to no wrapper."""

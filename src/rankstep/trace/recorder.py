@@ -42,6 +42,10 @@ WRITE_S = 1.0
 LIMIT_BYTES = 256 * 1024 * 1024
 """A rank's file takes no more steps beyond this; some 100,000 steps of a model with 150 parameters."""
 
+TELLERS_S = 1.0
+TELLERS_REST_S = 0.02
+"""After its last event a thread needs the interpreter for a moment more."""
+
 DIRECTORY = "RANKSTEP_TRACE"
 STEPS = "RANKSTEP_TRACE_STEPS"
 
@@ -164,9 +168,22 @@ class Recorder:
             journal, self._journal = self._journal, None
             if journal is not None and os.getpid() == self._pid:
                 self._take(journal)
+                self._wait_for_tellers(journal)
                 journal.close()
         except OSError as error:
             _warn(f"the end of {self.path} is missing: {error}")
+
+    def _wait_for_tellers(self, journal: Journal) -> None:
+        """Let the backend's threads finish what they are telling.
+
+        A thread that asks for the interpreter while it shuts down is ended by force, and C++ then aborts the process.
+        """
+        until = time.monotonic() + TELLERS_S
+        while journal.in_flight and time.monotonic() < until:
+            time.sleep(0.001)
+            self._take(journal)
+        if any(each.line is not None for each in self._listening):
+            time.sleep(TELLERS_REST_S)
 
     def _stop(self) -> None:
         global _active  # noqa: PLW0603

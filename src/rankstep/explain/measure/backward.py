@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rankstep.explain.measure import vectors
@@ -17,7 +18,19 @@ if TYPE_CHECKING:
 
 _BUCKETS = 4
 _WARM = 3
+_RECORDED = 5
 _LATE_S = 0.5
+
+
+@dataclass(slots=True)
+class _Take:
+    """One recorded step; filled in while it goes on, hence not frozen."""
+
+    heard: list[events.Event] = field(default_factory=list)
+    began: int = 0
+    computed: int = 0
+    settled: int = 0
+    stepped: int = 0
 
 
 def cap_mb(stage: Stage) -> float:
@@ -26,34 +39,42 @@ def cap_mb(stage: Stage) -> float:
 
 
 def measure(stage: Stage) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Take a few steps, and record the last of them on every rank."""
+    """Take a few steps, record some on every rank, and keep the quickest."""
     model = stage.fresh()
     wrapped = DistributedDataParallel(model, bucket_cap_mb=cap_mb(stage))
     optimizer = stage.optimizer(model)
-    heard: list[events.Event] = []
-    began = computed = stepped = 0
-    for step in range(_WARM + 1):
+    plan = None
+    takes: list[_Take] = []
+    for step in range(_WARM + _RECORDED):
         batch = stage.batch(stage.indices(step))
         optimizer.zero_grad()
-        if step == _WARM:
-            wrapped.reducer.recorder = heard.append
+        take = _Take()
+        if step >= _WARM:
+            wrapped.reducer.recorder = take.heard.append
+            takes.append(take)
         stage.peers.wait()
-        began = time.perf_counter_ns()
+        take.began = time.perf_counter_ns()
         loss = stage.loss(wrapped, batch, step)
-        computed = time.perf_counter_ns()
+        take.computed = time.perf_counter_ns()
         loss.backward()
-        settled = time.perf_counter_ns()
+        take.settled = time.perf_counter_ns()
         optimizer.step()
-        stepped = time.perf_counter_ns()
-    plan = wrapped.reducer.plan
-    assert plan is not None  # noqa: S101 - a step was taken
-    _hear_the_end(heard, len(plan.buckets))
+        take.stepped = time.perf_counter_ns()
+        plan = wrapped.reducer.plan
+        if plan is not None and step >= _WARM:
+            _hear_the_end(take.heard, len(plan.buckets))
     wrapped.reducer.recorder = None
+    assert plan is not None  # noqa: S101 - steps were taken
+    # Of what other programs do to a step, the quickest one has the least; it is the same step on all ranks.
+    lengths = stage.peers.table([float(take.stepped - take.began) for take in takes])
+    slowest = [max(column) for column in zip(*lengths, strict=True)]
+    take = takes[slowest.index(min(slowest))]
+    began, heard = take.began, take.heard
     own = {
         "clock_began_ns": began,
-        "forward": [0.0, _us(computed, began)],
-        "backward": [_us(computed, began), _us(settled, began)],
-        "step": [_us(settled, began), _us(stepped, began)],
+        "forward": [0.0, _us(take.computed, began)],
+        "backward": [_us(take.computed, began), _us(take.settled, began)],
+        "step": [_us(take.settled, began), _us(take.stepped, began)],
         "ready": [
             {"param": event.param, "at": _us(event.at_ns, began)}
             for event in heard
@@ -69,6 +90,7 @@ def measure(stage: Stage) -> tuple[dict[str, Any], dict[str, Any]]:
         "plan": [
             {"bucket": b.index, "params": list(b.params), "bytes": b.nbytes} for b in plan.buckets
         ],
+        "recorded": _RECORDED,
         "bucket_cap_mb": cap_mb(stage),
         "all_reduces": facts.all_reduces,
         "launched_in_backward": facts.launched_in_backward,

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
     from rankstep.explain.measure.stage import Stage
 
-_FIRST = 6
-_MAP = 48
+_FIRST = 5
+_MAP = 40
 # Counting how often each sample is dealt takes a number per sample; of a bigger dataset that many are dealt.
-_COUNTED = 1 << 22
+_COUNTED = 1 << 20
 
 
 def measure(stage: Stage) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -149,9 +149,7 @@ def _modules(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> list[str]:
 
 
 def _tolerance(model: nn.Module) -> float:
-    return _UNITS * max(
-        torch.finfo(param.dtype).eps for param in vectors.trained(model)
-    )
+    return _UNITS * max(torch.finfo(param.dtype).eps for param in vectors.trained(model))
 
 
 def _angles(products: list[list[float]]) -> list[float]:

@@ -39,7 +39,7 @@ def measure(stage: Stage) -> tuple[dict[str, Any], dict[str, Any]]:
     optimizer = stage.optimizer(trial)
     stage.loss(trial, stage.batch(stage.indices(0))).backward()
     optimizer.step()
-    own = {
+    own: dict[str, Any] = {
         "rank": world.rank,
         "local_rank": world.local_rank,
         "node": world.node,

@@ -56,7 +56,10 @@ def copied(model: nn.Module, device: torch.device) -> nn.Module:
     Raises:
         JobError: It cannot be copied, or not moved there.
     """
-    return _calling(f"copying the model to {device}", lambda: copy.deepcopy(model).to(device))
+    moved: nn.Module = _calling(
+        f"copying the model to {device}", lambda: copy.deepcopy(model).to(device)
+    )
+    return moved
 
 
 def _backward(stage: Stage, model: nn.Module, batch: Any) -> None:

@@ -78,6 +78,16 @@ def average_gradients(model: nn.Module, mean: Callable[[torch.Tensor], torch.Ten
     _spread(flat, [param.grad for param in params if param.grad is not None])
 
 
+def densify_gradients(model: nn.Module) -> bool:
+    """Make sparse gradients dense, since most optimizers want them so; say whether there were any."""
+    found = False
+    for param in trained(model):
+        if param.grad is not None and param.grad.is_sparse:
+            param.grad = param.grad.to_dense()
+            found = True
+    return found
+
+
 def digest(tensors: Iterable[torch.Tensor]) -> bytes:
     """Return a SHA-256 over the bytes of these tensors."""
     sha = hashlib.sha256()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from rankstep.explain.measure.peers import distance, length, ratio
 from rankstep.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from rankstep.explain.measure.peers import Peers
     from rankstep.explain.measure.stage import Stage
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 REPEATS = 5
 REPEATS_OF_MANY = 3
+# Ten thousand small all-reduces may take a minute on a busy machine: after so many seconds the rest is worked out.
+_PATIENCE_S = 5.0
+_AT_ONCE = 250
 _ELEMENTS = 64
 # A bucket size below one element: every parameter is a bucket by itself.
 _NOTHING_MB = 1e-9
@@ -34,13 +37,21 @@ _EVERYTHING_MB = 1e9
 def measure(stage: Stage) -> tuple[dict[str, Any], dict[str, Any]]:
     """Time one backward of the job's model, and of a model of many small tensors, each reduced in four ways."""
     batch = stage.batch(stage.indices(0))
-    job = _compare(
-        stage, stage.fresh, lambda model: stage.loss(model, batch), cap_mb(stage), REPEATS
-    )
-    many = _compare(
-        stage, lambda: _Many(stage.tensors).to(stage.world.device), _total, None, REPEATS_OF_MANY
-    )
-    return {}, {"job": job, "many": many | {"elements": _ELEMENTS}}
+    cap = cap_mb(stage)
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        return stage.loss(model, batch)
+
+    def many() -> nn.Module:
+        return _Many(stage.tensors).to(stage.world.device)
+
+    tiny = DistributedDataParallel(stage.fresh(), bucket_cap_mb=_NOTHING_MB)
+    # With buckets this small, every parameter leaves alone, but still while backward runs.
+    alone = {"per_parameter": _wrapped(tiny, loss)}
+    job = _compare(stage, alone | _ways(stage, stage.fresh, loss, cap), cap, REPEATS)
+    bucketed = _compare(stage, _ways(stage, many, _total, None), None, REPEATS_OF_MANY)
+    bucketed["ways"].insert(0, _one_by_one(stage, many()))
+    return {}, {"job": job, "many": bucketed | {"elements": _ELEMENTS}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +79,24 @@ def _total(model: nn.Module) -> torch.Tensor:
     return total
 
 
+def _ways(
+    stage: Stage, make: Callable[[], nn.Module], loss: Loss, cap: float | None
+) -> dict[str, _Way]:
+    planned = DistributedDataParallel(make(), bucket_cap_mb=cap)
+    loss(planned).backward()
+    plan = planned.reducer.plan
+    groups = [bucket.params for bucket in plan.buckets] if plan else []
+    return {
+        "after_backward": _afterwards(make(), loss, groups, stage.peers),
+        "one_bucket": _wrapped(DistributedDataParallel(make(), bucket_cap_mb=_EVERYTHING_MB), loss),
+        "plan": _wrapped(planned, loss),
+    }
+
+
 def _compare(
-    stage: Stage,
-    make: Callable[[], nn.Module],
-    loss: Loss,
-    cap: float | None,
-    repeats: int,
+    stage: Stage, ways: dict[str, _Way], cap: float | None, repeats: int
 ) -> dict[str, Any]:
     """Run all ways in turn, so that a busy moment of the machine hits all of them, and take medians."""
-    ways = {
-        "per_parameter": _wrapped(make(), loss, _NOTHING_MB),
-        "after_backward": _afterwards(make(), loss, cap, stage.peers),
-        "one_bucket": _wrapped(make(), loss, _EVERYTHING_MB),
-        "plan": _wrapped(make(), loss, cap),
-    }
     times: dict[str, list[float]] = {way: [] for way in ways}
     for repeat in range(repeats + 1):
         for name, way in ways.items():
@@ -98,25 +113,25 @@ def _compare(
             {
                 "way": name,
                 "all_reduces": way.all_reduces(),
+                "all_reduces_run": way.all_reduces(),
+                "repeats": repeats,
                 "milliseconds": statistics.median(slowest),
                 "milliseconds_least": min(slowest),
                 "milliseconds_most": max(slowest),
                 "difference_relative": ratio(apart, length(reference)),
             }
         )
-    tensors = vectors.trained(make())
+    tensors = vectors.trained(ways["plan"].model)
     return {
         "tensors": len(tensors),
         "bytes": vectors.nbytes(tensors),
         "bucket_cap_mb": cap,
-        "repeats": repeats,
         "ways": rows,
     }
 
 
-def _wrapped(model: nn.Module, loss: Loss, cap: float | None) -> _Way:
-    """Let the wrapper reduce, with buckets of this size."""
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=cap)
+def _wrapped(wrapped: DistributedDataParallel, loss: Loss) -> _Way:
+    """Let the wrapper reduce its buckets."""
 
     def run() -> None:
         wrapped.zero_grad()
@@ -126,24 +141,27 @@ def _wrapped(model: nn.Module, loss: Loss, cap: float | None) -> _Way:
         step = wrapped.reducer.last_step
         return 0 if step is None else step.all_reduces
 
-    return _Way(model, run, all_reduces)
+    return _Way(wrapped.module, run, all_reduces)
 
 
-def _afterwards(model: nn.Module, loss: Loss, cap: float | None, peers: Peers) -> _Way:
+def _afterwards(
+    model: nn.Module, loss: Loss, groups: Sequence[Sequence[int]], peers: Peers
+) -> _Way:
     """Run a whole backward first, then reduce the plan's buckets one after the other."""
-    planner = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=cap)
-    loss(planner).backward()
-    plan = planner.reducer.plan
     params = vectors.trained(model)
-    groups = [[params[i] for i in bucket.params] for bucket in plan.buckets] if plan else []
 
     def run() -> None:
         model.zero_grad()
         loss(model).backward()
         for group in groups:
-            _reduce(group, peers)
+            _reduce([params[index] for index in group], peers)
 
     return _Way(model, run, lambda: len(groups))
+
+
+def _reduce_each(params: Sequence[nn.Parameter], peers: Peers) -> None:
+    for param in params:
+        _reduce([param], peers)
 
 
 def _reduce(params: list[nn.Parameter], peers: Peers) -> None:
@@ -152,3 +170,33 @@ def _reduce(params: list[nn.Parameter], peers: Peers) -> None:
     parts = mean.split([grad.numel() for grad in grads])
     for param, part in zip(params, parts, strict=True):
         param.grad = part.view(param.shape)
+
+
+def _one_by_one(stage: Stage, model: nn.Module) -> dict[str, Any]:
+    """Reduce each gradient by an all-reduce of its own, once, until all are done or it has taken too long."""
+    peers, params = stage.peers, vectors.trained(model)
+    spent = stage.milliseconds(lambda: _total(model).backward())
+    parts = [spent]
+    done = 0
+    while done < len(params):
+        group = params[done : done + _AT_ONCE]
+        parts.append(stage.milliseconds(functools.partial(_reduce_each, group, peers)))
+        done += len(group)
+        # All ranks must stop at the same place: the slowest one decides.
+        if max(row[0] for row in peers.table([sum(parts[1:])])) > 1e3 * _PATIENCE_S:
+            break
+    slowest = [max(column) for column in zip(*peers.table(parts), strict=True)]
+    milliseconds = slowest[0] + sum(slowest[1:]) * len(params) / done
+    got = torch.cat([param.grad.reshape(-1) for param in params[:done] if param.grad is not None])
+    # Every rank has the same weights and no samples here: the mean is what each one had.
+    expected = torch.cat([2 * param.detach() for param in params[:done]])
+    return {
+        "way": "per_parameter",
+        "all_reduces": len(params),
+        "all_reduces_run": done,
+        "repeats": 1,
+        "milliseconds": milliseconds,
+        "milliseconds_least": milliseconds,
+        "milliseconds_most": milliseconds,
+        "difference_relative": ratio(distance(got, expected), length(expected)),
+    }
