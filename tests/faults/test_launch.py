@@ -104,6 +104,21 @@ def test_the_rank_that_failed_first_is_last_on_the_screen(how, code, last, befor
     assert launcher.left_files() == []
 
 
+def test_a_script_that_meets_a_missing_file_runs_once(tmp_path):
+    output, errors = Launcher(tmp_path, "missing").finish()
+    assert output.count("rank 1 begins") == 1
+    assert "FileNotFoundError" in errors.splitlines()[-1]
+
+
+def test_the_rank_that_raised_comes_before_those_that_lost_it(tmp_path):
+    launcher = Launcher(tmp_path, "closes")
+    _, errors = launcher.finish()
+    last = errors.splitlines()[-1]
+    assert last.startswith("rankstep: rank 1 failed first (pid ")
+    assert "ValueError: cannot use batch 8" in last
+    assert launcher.process.returncode == 1
+
+
 def test_ctrl_c_stops_stubborn_ranks_within_five_seconds(tmp_path):
     launcher = Launcher(tmp_path, "stubborn")
     pids = launcher.pids(4)
@@ -242,6 +257,8 @@ def test_the_first_failure_is_found_below_the_second():
     failures = read_failures(error, {102: 10, 103: 40}.get)
     assert [one.rank for one in failures] == [2, 1, 0, 3]
     assert exit_code(failures[0]) == 137
+    # A rank that had raised and was stopped while it left ended by its exception.
+    assert exit_code(failures[1]) == 1
     report = write_report(failures, ["last words"]).splitlines()
     assert report[1:-1] == [
         "rankstep: rank 1 failed later: ConnectionError: closed",

@@ -57,7 +57,12 @@ def main(words: list[str]) -> None:
         if os.getpid() == pid:
             _leave_out_own_frames(error)
             callstack = "".join(traceback.format_exception(error))
-            _record(traceback.format_exception_only(error)[-1].strip(), callstack)
+            # world() stamps an exception before it closes the group, which makes other ranks fail, too.
+            _record(
+                traceback.format_exception_only(error)[-1].strip(),
+                callstack,
+                getattr(error, "rankstep_failed_ns", None),
+            )
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
 
@@ -85,11 +90,13 @@ def _report_start() -> None:
 
 def _run_script(words: list[str]) -> None:
     script = os.path.abspath(words[0])  # noqa: PTH100
+    # Only the reading may fail here: what the script itself raises must pass.
+    source = b"PK"
     with suppress(OSError), open(script, "rb") as file:  # noqa: PTH123
-        magic = file.read(2)
-        if magic != b"PK" and not script.endswith(".pyc"):
-            _run_source(script, magic + file.read(), words)
-            return
+        source = file.read()
+    if not source.startswith(b"PK") and not script.endswith(".pyc"):
+        _run_source(script, source, words)
+        return
     # A folder or archive with a __main__.py, or compiled code: the interpreter knows how.
     os.execv(sys.executable, [sys.executable, "-u", *words])  # noqa: S606
 
@@ -128,7 +135,7 @@ def _leave_out_own_frames(error: BaseException) -> None:
     error.__traceback__ = frame
 
 
-def _record(message: str, callstack: str) -> None:
+def _record(message: str, callstack: str, failed_ns: int | None = None) -> None:
     """Leave the exception where the launcher looks for it, in the form of torch's error files."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
@@ -140,7 +147,7 @@ def _record(message: str, callstack: str) -> None:
                 "py_callstack": callstack,
                 "timestamp": str(int(time.time())),
                 # Seconds are too coarse to tell which of the ranks failed first.
-                "monotonic_ns": time.monotonic_ns(),
+                "monotonic_ns": failed_ns or time.monotonic_ns(),
             },
         }
     }

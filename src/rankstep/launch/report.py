@@ -99,7 +99,12 @@ def write_report(failures: list[Failure], tail: list[str]) -> str:
 
 
 def exit_code(failure: Failure) -> int:
-    """Return the launcher's exit code: the rank's own, or 128 and the signal, as shells do."""
+    """Return the launcher's exit code: the rank's own, or 128 and the signal, as shells do.
+
+    A rank that had raised and was then stopped by the launcher counts as having ended by its exception.
+    """
+    if failure.message and failure.exit_code < 0:
+        return 1
     return failure.exit_code if failure.exit_code > 0 else _SIGNALLED - failure.exit_code
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import ExitStack, contextmanager
+import time
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self
 
@@ -223,6 +224,10 @@ class World:
         def close(_: object, error: BaseException | None, __: object) -> None:
             # sys.exit(0) at the end of a script is a clean end too.
             clean = error is None or (isinstance(error, SystemExit) and not error.code)
+            if error is not None:
+                # Closing makes other ranks fail: the launcher must know that this rank failed before them.
+                with suppress(AttributeError, TypeError):
+                    error.rankstep_failed_ns = time.monotonic_ns()  # type: ignore[attr-defined]
             if clean:
                 leave_store(store, self._env, _LEAVE_TIMEOUT)
                 # init_process_group wraps the hook to prefix the rank; a second world would wrap it twice.

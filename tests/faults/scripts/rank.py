@@ -61,8 +61,26 @@ ALL_RANKS = {
     "terminal": terminal,
     "restart": restart,
 }
+
+
+def closes(_):
+    """Rank 1 fails inside world(), whose closing makes rank 0, which waits for it, fail as well."""
+    from torch import distributed as dist
+
+    import rankstep
+
+    with rankstep.world():
+        dist.barrier()
+        if RANK == 1:
+            lose(8)
+        dist.barrier()
+
+
+ALL_RANKS["closes"] = closes
+
 RANK_1 = {
     "raise": lambda: lose(7),
+    "missing": lambda: Path("no such file").read_text(),
     "exit": lambda: sys.exit(3),
     "vanish": lambda: os._exit(5),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
