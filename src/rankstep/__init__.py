@@ -8,11 +8,13 @@ checks across the ecosystem hold; nothing else is changed.
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from rankstep._version import __version__
 
 if TYPE_CHECKING:
+    from rankstep import trace
     from rankstep.data import DistributedSampler, seed_everything
     from rankstep.parallel import DistributedDataParallel
     from rankstep.world import World, agree, rank_zero_first, world
@@ -25,6 +27,7 @@ __all__ = [
     "agree",
     "rank_zero_first",
     "seed_everything",
+    "trace",
     "world",
 ]
 
@@ -35,6 +38,7 @@ _HOME = {
     "agree": "rankstep.world",
     "rank_zero_first": "rankstep.world",
     "seed_everything": "rankstep.data",
+    "trace": "rankstep.trace",
     "world": "rankstep.world",
 }
 
@@ -42,8 +46,12 @@ _HOME = {
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'rankstep' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
+    module = importlib.import_module(_HOME[name])
+    # A folder that is its own function (see _callable.py) is the value itself.
+    value = getattr(module, name, module)
     globals()[name] = value
+    if name == "DistributedDataParallel" and os.environ.get("RANKSTEP_TRACE"):
+        importlib.import_module("rankstep.trace.recorder").install_from_environment()
     return value
 
 

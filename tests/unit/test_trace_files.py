@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from trace_samples import B, D, F, MS, O, W, X
+from trace_samples import MS, B, D, F, S, W, X
 
 from rankstep.buckets.plan import Caps
 from rankstep.buckets.reducer import Reducer
@@ -145,7 +145,7 @@ def test_a_run_comes_back(plain):
         (B, 7, 11),
         (W, 11, 13),
         (X, 13, 14),
-        (O, 14, 16),
+        (S, 14, 16),
         (X, 16, 20),
     ]
     assert first.ready == ((1, 9 * MS), (0, 11 * MS))
@@ -202,11 +202,11 @@ def test_an_optimizer_closure_is_split_into_what_runs_inside(tmp_path):
     assert shown(rank.steps[0]) == [
         (D, 0, 1),
         (X, 1, 2),
-        (O, 2, 3),
+        (S, 2, 3),
         (F, 3, 6),
         (B, 6, 10),
         (W, 10, 12),
-        (O, 12, 15),
+        (S, 12, 15),
     ]
 
 
@@ -330,11 +330,12 @@ class SlowLink(DelayedCommunicator):
 
     def _call(self, inputs, outputs, start):
         pending = super()._call(inputs, outputs, start)
-        ends = self.clock.now + self.takes_ns
+        clock = self.clock
+        ends = clock.now + self.takes_ns
 
         class Timed:
-            def wait(_):
-                self.clock.now = max(self.clock.now, ends)
+            def wait(self):
+                clock.now = max(clock.now, ends)
                 pending.wait()
 
         return Timed()
@@ -364,7 +365,7 @@ def test_a_link_with_a_known_delay_is_measured_exactly(tmp_path, monkeypatch):
     hooks.remove()
     monkeypatch.undo()
     journal = Journal(tmp_path / file_name(0), header(), BIG)
-    journal.add(_plan_line(reducer))
+    journal.add(_plan_line(reducer, reducer.line))
     journal.take(0, queue)
     journal.close()
 

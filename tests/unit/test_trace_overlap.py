@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trace_samples import B, D, F, MS, O, W, X, bucket, quick, slow, step
+from trace_samples import MS, B, D, F, S, W, X, bucket, quick, slow, step
 
 from rankstep.trace import overlap
 from rankstep.trace.overlap import BucketFigures, Last, Parts
@@ -103,18 +104,18 @@ def test_who_is_last_how_late_and_why():
 
 def test_time_lost_after_the_last_settlement_counts():
     # Rank 0 spends 30 ms in its optimizer at the end of step 1, and is late in step 2.
-    lazy = step(1, 0, [(B, 10), (W, 5), (O, 30)], [], [bucket(0, 9, 9, 14, 10, 15)])
-    brisk = step(1, 0, [(B, 10), (W, 5), (O, 2)], [], [bucket(0, 9, 9, 14, 10, 15)])
+    lazy = step(1, 0, [(B, 10), (W, 5), (S, 30)], [], [bucket(0, 9, 9, 14, 10, 15)])
+    brisk = step(1, 0, [(B, 10), (W, 5), (S, 2)], [], [bucket(0, 9, 9, 14, 10, 15)])
     lazy_next = step(2, 45, [(F, 5), (W, 1)], [], [bucket(0, 50, 50, 51, 50, 51)])
     brisk_next = step(2, 17, [(F, 5), (W, 29)], [], [bucket(0, 22, 22, 51, 22, 51)])
     steps = {0: lazy_next, 1: brisk_next}
-    assert overlap.last(steps, {0: lazy, 1: brisk}) == Last(0, 28 * MS, O)
+    assert overlap.last(steps, {0: lazy, 1: brisk}) == Last(0, 28 * MS, S)
 
 
-@pytest.mark.parametrize("kind", [D, F, B, O, X])
+@pytest.mark.parametrize("kind", [D, F, B, S, X])
 def test_each_phase_can_be_the_one(kind):
     def of(length):
-        pieces = [(each, length if each is kind else 2) for each in (D, X, F, B, O)]
+        pieces = [(each, length if each is kind else 2) for each in (D, X, F, B, S)]
         end = sum(n for _, n in pieces)
         return step(1, 0, [*pieces, (W, 1)], [], [bucket(0, end, end, end + 1, end, end + 1)])
 
@@ -131,12 +132,15 @@ def test_sets_of_time_are_those_of_single_moments(some, others):
 
     merged = overlap.merged(some)
     assert moments(merged) == moments(some)
-    assert all(a[1] < b[0] for a, b in zip(merged, merged[1:], strict=False))
+    assert all(a[1] < b[0] for a, b in itertools.pairwise(merged))
     both = moments(some) & moments(others)
     assert overlap.overlap(merged, overlap.merged(others)) == len(both)
 
 
-@given(st.lists(st.tuples(st.sampled_from([D, F, B, W, O, X]), st.integers(0, 9)), min_size=1), intervals)
+@given(
+    st.lists(st.tuples(st.sampled_from([D, F, B, W, S, X]), st.integers(0, 9)), min_size=1),
+    intervals,
+)
 def test_the_parts_add_up_to_the_step(pieces, flights):
     buckets = [bucket(i, None, min(f), max(f), min(f), max(f)) for i, f in enumerate(flights)]
     one = step(1, 0, pieces, [], buckets)

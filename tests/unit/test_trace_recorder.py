@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import threading
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -45,9 +47,7 @@ def everything_is_put_back():
 @pytest.fixture
 def group(tmp_path):
     """A process group of this process alone."""
-    dist.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     gc.collect()  # wrappers of other tests, which a recorder would find
     yield
     dist.destroy_process_group()
@@ -159,7 +159,7 @@ def test_a_patch_of_somebody_else_stays():
     try:
         with Heard() as heard:
             ours = torch.autograd.backward
-            theirs = torch.autograd.backward = lambda *a, **k: ours(*a, **k)
+            theirs = torch.autograd.backward = functools.partial(ours)
         assert torch.autograd.backward is theirs
         torch.ones(1, requires_grad=True).sum().backward()
         assert heard == []
@@ -269,8 +269,8 @@ def test_a_place_that_cannot_be_written_is_told_once(group, tmp_path):
 
 def test_a_second_recording_adds_nothing(group, tmp_path):
     with record(tmp_path / "a"):
+        inner = record(tmp_path / "b")
         with pytest.warns(RecorderWarning, match="goes on, so nothing is recorded into"):
-            inner = record(tmp_path / "b")
             inner.__enter__()
         wrapper = model()
         inner.__exit__(None, None, None)
@@ -313,6 +313,18 @@ def test_the_environment_switches_it_on(group, tmp_path, monkeypatch):
     train(model(), 4)
     recording.close()
     assert [step.number for step in load(tmp_path).ranks[0].steps] == [1, 2]
+
+
+def test_a_model_that_is_let_go_is_not_kept(group, tmp_path):
+    with record(tmp_path):
+        wrapper = model()
+        train(wrapper, 2)
+        reducer, line = weakref.ref(wrapper.reducer), weakref.ref(wrapper.reducer.line)
+        del wrapper
+        gc.collect()
+        assert (reducer(), line()) == (None, None)
+        torch.ones(1, requires_grad=True).sum().backward()
+    assert len(load(tmp_path).ranks[0].steps) == 2
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,9 @@ def test_one_step_can_be_asked_for():
     summary = summarize(two_ranks(0, 1, 2), only=0)
     assert summary.counted == (0,)
     assert len(summary.steps) == 1
-    with pytest.raises(TraceError, match=r"step 7 was not recorded by all ranks. Next: ask for one of 0 to 2"):
+    with pytest.raises(
+        TraceError, match=r"step 7 was not recorded by all ranks. Next: ask for one of 0 to 2"
+    ):
         summarize(two_ranks(0, 1, 2), only=7)
 
 
@@ -175,9 +177,7 @@ def test_a_page_is_written(command, tmp_path):
 
 
 def test_long_tables_are_cut():
-    trace = Trace(
-        tuple(rank(n, [slow(1) if n == 39 else quick(1)]) for n in range(40)), 40, "", {}
-    )
+    trace = Trace(tuple(rank(n, [slow(1) if n == 39 else quick(1)]) for n in range(40)), 40, "", {})
     console = Console(width=200)
     with console.capture() as captured:
         for table in tables(summarize(trace)):

@@ -13,7 +13,7 @@ from rankstep.trace.model import (
 )
 
 MS = 1_000_000
-D, F, B, W, O, X = (
+D, F, B, W, S, X = (
     SpanKind.DATA,
     SpanKind.FORWARD,
     SpanKind.BACKWARD,
@@ -72,7 +72,7 @@ def quick(number=1, begin=0):
     return step(
         number,
         begin,
-        [(D, 2), (X, 1), (F, 10), (B, 20), (W, 38), (B, 1), (O, 9), (X, 3)],
+        [(D, 2), (X, 1), (F, 10), (B, 20), (W, 38), (B, 1), (S, 9), (X, 3)],
         [(2, at + 15), (1, at + 20), (0, at + 33)],
         [
             bucket(0, at + 20, at + 21, at + 61, at + 33, at + 62),
@@ -87,7 +87,7 @@ def slow(number=1, begin=0):
     return step(
         number,
         begin,
-        [(D, 34), (X, 1), (F, 10), (B, 20), (W, 6), (B, 1), (O, 9), (X, 3)],
+        [(D, 34), (X, 1), (F, 10), (B, 20), (W, 6), (B, 1), (S, 9), (X, 3)],
         [(2, at + 47), (1, at + 52), (0, at + 65)],
         [
             bucket(0, at + 52, at + 53, at + 61, at + 65, at + 65),

@@ -194,6 +194,8 @@ class Line:
             and bool(bucket.params)
             and all(i in step.unused for i in bucket.spec.params)
         )
+        # Before the call: the other ranks may see the bucket finish before it returns here.
+        launched_ns = time.perf_counter_ns() if self.recorder is not None else 0
         with self.naming_failures(step):
             if idle and not is_last:
                 bucket.move(BucketState.IN_FLIGHT)
@@ -203,8 +205,7 @@ class Line:
         step.all_reduces += not idle
         step.in_backward += in_backward
         if self.recorder is not None:
-            now = time.perf_counter_ns()
-            self.recorder(BucketLaunched(self.number, bucket.spec.index, in_backward, now))
+            self.recorder(BucketLaunched(self.number, bucket.spec.index, in_backward, launched_ns))
             bucket.when_finished(
                 functools.partial(
                     self._tell_finished, self.recorder, self.number, bucket.spec.index

@@ -8,6 +8,8 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from rankstep._callable import make_callable
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from os import PathLike
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 @contextmanager
 def record(directory: str | PathLike[str], steps: str | None = None) -> Iterator[Recorder]:
     """Record what every wrapper does inside the ``with`` block; read it with ``rankstep trace DIRECTORY``.
+
+    ``rankstep.trace(DIRECTORY)`` is the same.
 
     All ranks enter and leave together. Wrappers made before and inside the block are recorded. If recording fails, it
     is switched off with a warning and training goes on. When ``RANKSTEP_TRACE`` records already, the block adds nothing.
@@ -37,3 +41,6 @@ def record(directory: str | PathLike[str], steps: str | None = None) -> Iterator
         yield own
     finally:
         own.close()
+
+
+make_callable(__name__, record)

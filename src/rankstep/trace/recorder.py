@@ -20,6 +20,7 @@ import socket
 import sys
 import time
 import warnings
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,7 @@ from rankstep.trace.taps import Taps
 
 if TYPE_CHECKING:
     from rankstep.buckets import Reducer
+    from rankstep.buckets.line import Line
 
 WRITE_STEPS = 10
 WRITE_S = 1.0
@@ -117,11 +119,12 @@ def _warn(text: str) -> None:
 
 @dataclass(slots=True)
 class _Listening:
-    """One reducer that is listened to."""
+    """One reducer that is listened to; a model that its script lets go must not live on in here."""
 
-    reducer: Reducer
+    reducer: weakref.ref[Reducer]
+    wrapper: int
     queue: Queue = field(default_factory=Queue)
-    line: Any = None
+    line: weakref.ref[Line] | None = None
 
 
 class Recorder:
@@ -206,7 +209,9 @@ class Recorder:
     def _switch(self, *, on: bool) -> None:
         self._on = on
         for each in self._listening:
-            each.reducer.recorder = each.queue.tell if on else None
+            reducer = each.reducer()
+            if reducer is not None:
+                reducer.recorder = each.queue.tell if on else None
 
     # ---------------------------------------------------------------- called by wrappers and taps
 
@@ -214,12 +219,13 @@ class Recorder:
         if os.getpid() != self._pid:
             return
         try:
-            if any(each.reducer is wrapper.reducer for each in self._listening):
+            if any(each.reducer() is wrapper.reducer for each in self._listening):
                 return
             if self._journal is None:
                 self._begin(wrapper)
-            self._listening.append(_Listening(wrapper.reducer))
-            self._listening.sort(key=lambda each: each.reducer.wrapper)
+            reducer = wrapper.reducer
+            self._listening.append(_Listening(weakref.ref(reducer), reducer.wrapper))
+            self._listening.sort(key=lambda each: each.wrapper)
             self._switch(on=self._wanted())
         except Exception as error:  # noqa: BLE001 - see the module's text
             self._fail(error)
@@ -254,7 +260,8 @@ class Recorder:
     # ---------------------------------------------------------------- the file
 
     def _main_step(self) -> int:
-        return self._listening[0].reducer.reductions if self._listening else 0
+        living = (each.reducer() for each in self._listening)
+        return next((reducer.reductions for reducer in living if reducer is not None), 0)
 
     def _wanted(self) -> bool:
         return self._main_step() in self._steps
@@ -291,16 +298,21 @@ class Recorder:
 
     def _take(self, journal: Journal) -> None:
         for each in self._listening:
-            reducer = each.reducer
-            if reducer.line is not None and reducer.line is not each.line:
-                each.line = reducer.line
-                journal.add(_plan_line(reducer))
-            journal.take(reducer.wrapper, each.queue)
+            reducer = each.reducer()
+            line = None if reducer is None else reducer.line
+            if (
+                reducer is not None
+                and line is not None
+                and (not each.line or each.line() is not line)
+            ):
+                each.line = weakref.ref(line)
+                journal.add(_plan_line(reducer, line))
+            journal.take(each.wrapper, each.queue)
         journal.take_spans(self._spans)
 
 
-def _plan_line(reducer: Reducer) -> dict[str, Any]:
-    plan = reducer.line.plan  # type: ignore[union-attr]
+def _plan_line(reducer: Reducer, line: Line) -> dict[str, Any]:
+    plan = line.plan
     return {
         "wrapper": reducer.wrapper,
         # Found after a backward that used it already.
