@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class Listener(Protocol):
     """Wants to know when its module changes."""
 
-    def module_changed(self) -> None:
-        """A parameter or submodule was assigned somewhere inside the module."""
+    def module_changed(self, new: Any) -> None:
+        """``new``, a parameter or submodule or None, was assigned somewhere inside the module."""
 
     def taken_over(self, newer: Any, params: set[int]) -> None:
         """Another wrapper now reduces these parameters, given by ``id``."""
@@ -51,11 +51,11 @@ def watch(module: nn.Module, listener: Listener) -> None:
         _listeners[part] = [*others, weakref.ref(listener)]
 
 
-def _registered(module: nn.Module, _name: str, _new: Any) -> None:
+def _registered(module: nn.Module, _name: str, new: Any) -> None:
     for reference in _listeners.get(module, ()):
         listener = reference()
         if listener is not None:
-            listener.module_changed()
+            listener.module_changed(new)
 
 
 _owners = WeakTensorKeyDictionary()

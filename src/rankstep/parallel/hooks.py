@@ -91,15 +91,16 @@ class GradientHooks:
         self.remove()
         for index, param in enumerate(params):
             self._handles.append(param.register_post_accumulate_grad_hook(self._hook_for(index)))
-        for param in frozen:
-            if (
-                param.is_leaf
-                and not param.requires_grad
-                and (param.is_floating_point() or param.is_complex())
-            ):
+        self.watch_new(frozen)
+
+    def watch_new(self, params: Iterable[torch.Tensor]) -> None:
+        """Also notice gradients of parameters that the reducer does not have; see Note [Frozen parameters]."""
+        for param in params:
+            if param.is_leaf and (param.is_floating_point() or param.is_complex()):
+                requires_grad = param.requires_grad
                 param.requires_grad_(True)
-                self._handles.append(param.register_post_accumulate_grad_hook(self._on_thawed))
-                param.requires_grad_(False)
+                self._handles.append(param.register_post_accumulate_grad_hook(self._on_new))
+                param.requires_grad_(requires_grad)
 
     def remove(self) -> None:
         """Take every hook off the parameters."""
@@ -134,7 +135,7 @@ class GradientHooks:
 
         return on_gradient
 
-    def _on_thawed(self, param: torch.Tensor) -> None:
+    def _on_new(self, param: torch.Tensor) -> None:
         if param.grad is None:
             return
         self._reducer.note_change()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from torch.distributed.algorithms.join import Joinable
 
 from rankstep.buckets.drift import DriftAlarm
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
     import torch
     import torch.distributed as dist
-    from torch import nn
 
     from rankstep.buckets.plan import Caps
 
@@ -100,9 +100,14 @@ class Upkeep(TorchSurface, Joinable):
         else:
             self.reducer, self._hooks = newer.reducer, newer._hooks
 
-    def module_changed(self) -> None:
+    def module_changed(self, new: Any) -> None:
         """A parameter or submodule was assigned somewhere inside the module."""
         self.reducer.note_change()
+        known = {id(param) for param in self.reducer.params}
+        added = list(new.parameters()) if isinstance(new, nn.Module) else [new]
+        self._hooks.watch_new(
+            p for p in added if isinstance(p, nn.Parameter) and id(p) not in known
+        )
 
     def _everything(self) -> list[tuple[str, nn.Parameter]]:
         return [
