@@ -111,6 +111,8 @@ class Bucket:
         self._packed = self.flat[: spec.packed_numel]
         in_pack = set(packed)
         self.large = {i for place, i in enumerate(spec.params) if place not in in_pack}
+        self._dtype = specs[spec.params[0]].dtype if spec.params else spec.dtype
+        self._storage = self.flat.untyped_storage().data_ptr()
         self.scale = 1.0
         self._comm = comm
         self._work: Pending | None = None
@@ -274,7 +276,16 @@ class Bucket:
             self.flat[: self.spec.numel].mul_(factor)
 
     def hand_back(self) -> None:
-        """Give every parameter its view of the reduced buffer as ``.grad``."""
+        """Give every parameter its view of the reduced buffer as ``.grad``.
+
+        Raises:
+            RuntimeError: The module was converted: parameters have another dtype, and conversion takes ``.grad``, which is
+                the view itself, out of the buffer. Whole modules are converted as a rule, so one stands for all.
+        """
+        if self.views:
+            param, view = self.params[0], self.views[0]
+            if param.dtype != self._dtype or view.untyped_storage().data_ptr() != self._storage:
+                raise RuntimeError(f"a gradient of {self._dtype} for a parameter of {param.dtype}")
         for param, view in zip(self.params, self.views, strict=True):
             param.grad = view
 

@@ -87,6 +87,7 @@ class Collector:
             ParamSpec.of(n, p, sparse=n in self._sparse) for n, p in zip(names, params, strict=True)
         ]
         self.firings = Firings(len(params))
+        self._step.changed = False
         self.line: Line | None = None
 
     # ---------------------------------------------------------------- called by hooks

@@ -88,6 +88,7 @@ class Line:
     def __init__(self, plan: Plan, params: Sequence[torch.Tensor], comm: Communicator) -> None:
         self.plan = plan
         self.comm = comm
+        self._params = list(params)
         tail_numel = trailer.numel(len(params), comm.world_size)
         last = len(plan.buckets) - 1
         self.buckets: list[Bucket] = [
@@ -150,7 +151,10 @@ class Line:
         """
         whole = bucket.left == 0 and len(bucket.params) == self.awaited[bucket.spec.index]
         if not (whole and bucket.gather()):
-            step.unused.update(bucket.gather_with_gaps(touched()))
+            unused = bucket.gather_with_gaps(touched())
+            step.unused.update(unused)
+            # A parameter that was frozen since it was wrapped: all ranks must have done so.
+            step.changed |= any(not self._params[index].requires_grad for index in unused)
         bucket.move(BucketState.READY)
         if self.recorder is not None:
             self.recorder(BucketFilled(self.number, bucket.spec.index, time.perf_counter_ns()))
@@ -247,7 +251,7 @@ class Line:
         for bucket in self.buckets:
             bucket.multiply(factor)
 
-    def hand_back(self, step: Step, params: Sequence[torch.Tensor]) -> None:
+    def hand_back(self, step: Step) -> None:
         """Give every parameter its reduced gradient; one that no rank used keeps what it had.
 
         Raises:
@@ -257,20 +261,23 @@ class Line:
             for bucket in self.buckets:
                 bucket.hand_back()
         except RuntimeError as error:
-            for spec, param in zip(self.plan.params, params, strict=True):
-                now = (tuple(param.shape), param.dtype, param.device)
-                if now != (spec.shape, spec.dtype, spec.device):
-                    raise ModelError(
-                        f"rank {self.comm.rank}: parameter {spec.name!r} was {spec.dtype} with shape {spec.shape} on "
-                        f"{spec.device} when it was wrapped and is {now[1]} with shape {now[0]} on {now[2]} now. "
-                        "Convert the module first, then wrap it"
-                    ) from error
+            self._raise_converted(error)
             raise
         if step.unused:
             step.used = self.trailer.read_used()
             step.nowhere = tuple(sorted(i for i in step.unused if not step.used[i]))
             for index in step.nowhere:
                 self.bucket_of[index].restore(index, step.unused[index])
+
+    def _raise_converted(self, error: RuntimeError) -> None:
+        for spec, param in zip(self.plan.params, self._params, strict=True):
+            now = (tuple(param.shape), param.dtype, param.device)
+            if now != (spec.shape, spec.dtype, spec.device):
+                raise ModelError(
+                    f"rank {self.comm.rank}: parameter {spec.name!r} was {spec.dtype} with shape {spec.shape} on "
+                    f"{spec.device} when it was wrapped and is {now[1]} with shape {now[0]} on {now[2]} now. "
+                    "Convert the module first, then wrap it"
+                ) from error
 
     @contextlib.contextmanager
     def naming_failures(self, step: Step) -> Iterator[None]:

@@ -27,7 +27,7 @@ from rankstep.buckets.states import ReducerState
 from rankstep.buckets.step import Step
 from rankstep.buckets.trailer import Mode
 from rankstep.buckets.window import Window
-from rankstep.errors import CommunicationError, CountError, NonFiniteGradientWarning
+from rankstep.errors import CommunicationError, CountError, ModelError, NonFiniteGradientWarning
 from rankstep.trace.events import BackwardBegan, StepSettled
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class Reducer(Collector):
         owner: Returns who is asked when the module has changed and told when a step ends; a weak reference, so that
             the wrapper dies with its last reference and its hooks go.
         exchange: What the ranks tell each other, with the drift alarm.
+        weighing: The backward that runs is one of ``model.backward``, whose count is known.
         looking_for_unused: Around the place where parameters without a gradient are found, for profilers.
     """
 
@@ -72,8 +73,10 @@ class Reducer(Collector):
         self.looking_for_unused: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
         self.spent = False
         self.promise: StaticPromise | None = None
+        self.weighing = False
         self._window: Window | None = None
         self._broken = ""
+        self._missing: frozenset[int] = frozenset()
 
     # ---------------------------------------------------------------- from outside
 
@@ -84,6 +87,7 @@ class Reducer(Collector):
             SyncError: The step before this one turned out wrong, or a collective failed earlier.
         """
         self._finish_earlier()
+        self.check_plain()
         self._move(ReducerState.COLLECTING)
         if self._recorder is not None:
             self._recorder(BackwardBegan(self.reductions, time.perf_counter_ns()))
@@ -132,7 +136,7 @@ class Reducer(Collector):
             except CountError as error:
                 no_count = error
             if gives:
-                line.hand_back(step, self.params)
+                line.hand_back(step)
         except BaseException as error:
             self._break(error)
             raise
@@ -167,10 +171,32 @@ class Reducer(Collector):
             except Exception as error:  # noqa: BLE001 - kept, and raised by whatever this rank does next
                 self._break(error)
 
-    def abandon(self) -> None:
-        """Tell the other ranks that this one cannot take the step it is about to take."""
-        self.begin()
-        self.died()
+    def abandon(self, mode: Mode | None = None) -> None:
+        """Tell the other ranks that this one cannot take the step it is about to take.
+
+        In the first step this waits for rank 0's order, without which nothing can be sent.
+        """
+        self._finish_earlier()
+        self._move(ReducerState.COLLECTING)
+        self._move(ReducerState.DIED)
+        try:
+            self._launch_abandoned(mode)
+        except BaseException as error:
+            self._break(error)
+            raise
+
+    def check_plain(self) -> None:
+        """A backward begins: it must be weighed if its window is.
+
+        Raises:
+            ModelError: Others in the window had counts, this one has none; the other ranks are told.
+        """
+        if self._window is not None and not self.weighing:
+            self.abandon(Mode.MIXED)
+            raise ModelError(
+                f"rank {self.comm.rank}: a plain loss.backward() met model.backward(count=...) in one accumulation window; "
+                "use model.backward for all of its micro-batches"
+            )
 
     def enter_forward(self, *, counts: bool) -> None:
         """The wrapper is called outside any backward.
@@ -205,6 +231,8 @@ class Reducer(Collector):
     # ---------------------------------------------------------------- settling
 
     def _write_trailer(self, mode: Mode, *, gives: bool = True, abandoned: bool = False) -> None:
+        if gives and self._step.unused:
+            self._look_for_lost()
         self.exchange.write(
             self._line.trailer,
             self._step,
@@ -215,6 +243,15 @@ class Reducer(Collector):
             gives=gives,
             abandoned=abandoned,
         )
+
+    def _look_for_lost(self) -> None:
+        """Parameters that used to fire and did not: taken out of the module? Looked up once for each such set."""
+        expected = self.firings.expected
+        missing = frozenset(index for index in self._step.unused if expected[index])
+        owner = self.owner()
+        if missing and missing != self._missing and owner is not None:
+            self._step.changed |= owner.has_lost([self.params[index] for index in missing])
+        self._missing = missing
 
     def _adopt_change(self, mode: Mode, window: Window | None) -> None:
         """Some rank's module has other trainable parameters than were wrapped: agree, and reduce the new ones."""
@@ -228,7 +265,7 @@ class Reducer(Collector):
             new_names, new_params = zip(*new, strict=True)
             side = Reducer(new_names, new_params, self.comm, self.caps, self.wrapper, self._sparse)
             side.firings.accumulated[:] = [int(param.grad is not None) for param in new_params]
-            side.spent, side._window = self.spent, window
+            side.spent, side._window, side.weighing = self.spent, window, window is not None
             side.exchange.divides_by_live = self.exchange.divides_by_live
             side.settle_nothing(mode)
         self.relearn(names, params)
@@ -264,7 +301,8 @@ class Reducer(Collector):
         self.reductions += 1
         self.forwards = 0
         self._step.unused.clear()
-        self._last, self._step = self._step, Step()
+        # A change that was not agreed on is told in every step until it is.
+        self._last, self._step = self._step, Step(changed=self._step.changed)
         if self._window is not None:
             self._window.add_back(self.params)
             self._window = None
@@ -275,8 +313,8 @@ class Reducer(Collector):
 
     # ---------------------------------------------------------------- when something failed
 
-    def _launch_abandoned(self) -> None:
-        mode = Mode.SYNC if self._window is None else Mode.WEIGHTED
+    def _launch_abandoned(self, mode: Mode | None = None) -> None:
+        mode = mode or (Mode.SYNC if self._window is None else Mode.WEIGHTED)
         self._line.launch_zeros(
             self._step, lambda: self._write_trailer(mode, gives=False, abandoned=True)
         )
@@ -291,7 +329,7 @@ class Reducer(Collector):
 
     def _finish_died(self) -> None:
         try:
-            if self.line is None:
+            if self._step.next_bucket < len(self._line.buckets):
                 self._launch_abandoned()
             self._line.wait(self._step)
         except BaseException as error:

@@ -39,6 +39,9 @@ class Owner(Protocol):
         Raises on every rank if it differs.
         """
 
+    def has_lost(self, params: Sequence[torch.Tensor]) -> bool:
+        """Whether one of these parameters is no longer in the module."""
+
     def adopted(self, params: Sequence[torch.Tensor]) -> None:
         """From now on these are the reducer's parameters, in this order."""
 

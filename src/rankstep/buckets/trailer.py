@@ -29,12 +29,14 @@ class Mode(enum.IntEnum):
 
     SYNC: ``loss.backward()``, a mean of means. WEIGHTED: ``model.backward(loss_sum, count=n)``. JOINED: it has run out
     of inputs under ``join`` and only keeps the others company. SPENT: the same under ``together``, with an empty batch.
+    MIXED: its window had backwards of both kinds, which have no common mean.
     """
 
     SYNC = 1
     WEIGHTED = 2
     JOINED = 3
     SPENT = 4
+    MIXED = 5
 
 
 _DIGITS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,12 @@ def judge(rows: Sequence[Row], rank: int, step: int) -> None:
     """
     if not rows or all(row == rows[0] for row in rows):
         return
+    mixed = [r for r, row in enumerate(rows) if row.mode == Mode.MIXED]
+    if mixed and len(mixed) < len(rows):
+        raise RankSkewError(
+            f"rank {rank}: {_ranks(mixed)} mixed plain loss.backward() and model.backward(count=...) in the accumulation "
+            f"window of step {step} (counted from 0); use model.backward for all of its micro-batches, on every rank."
+        )
     died = [r for r, row in enumerate(rows) if row.abandoned]
     if died and len(died) < len(rows):
         raise AbandonedBackwardError(
@@ -90,6 +97,11 @@ def factor(rows: Sequence[Row], rank: int, step: int, *, divides_by_live: bool) 
             raise CountError(
                 f"rank {rank}: the counts of all ranks are 0 in step {step} (counted from 0), so there is no mean. "
                 "Skip such a step on every rank."
+            )
+        if not 0 < len(rows) / total < math.inf:
+            raise CountError(
+                f"rank {rank}: the counts of all ranks make {total} in step {step} (counted from 0), by which no "
+                "gradient can be divided."
             )
         return len(rows) / total
     spent = sum(

@@ -16,9 +16,10 @@ from torch.distributed.utils import _to_kwargs
 from torch.profiler import record_function
 
 from rankstep.buckets.promise import StaticPromise
+from rankstep.buckets.trailer import Mode
 from rankstep.buckets.window import checked_count
 from rankstep.collectives import C10dCommunicator
-from rankstep.errors import ModelError
+from rankstep.errors import CountError, ModelError
 from rankstep.parallel import changes, observers, options, registration, replicate
 from rankstep.parallel.buffers import Buffers, When
 from rankstep.parallel.compat import TorchReducer
@@ -255,18 +256,25 @@ class DistributedDataParallel(Upkeep):
         """
         reducer = self.reducer
         try:
-            value = checked_count(count, reducer.comm.rank)
-        except Exception as error:
+            reducer.weigh(checked_count(count, reducer.comm.rank))
+        except CountError as error:
             self._note_error(error)
             if self.require_backward_grad_sync:
                 reducer.abandon()
             raise
-        reducer.weigh(value)
+        except ModelError as error:
+            self._note_error(error)
+            reducer.abandon(Mode.MIXED)
+            raise
         before = reducer.reductions
-        if loss_sum is not None and loss_sum.requires_grad:
-            loss_sum.backward(retain_graph=retain_graph)
-        if self.require_backward_grad_sync and reducer.reductions == before:
-            reducer.settle_nothing()
+        reducer.weighing = True
+        try:
+            if loss_sum is not None and loss_sum.requires_grad:
+                loss_sum.backward(retain_graph=retain_graph)
+            if self.require_backward_grad_sync and reducer.reductions == before:
+                reducer.settle_nothing()
+        finally:
+            reducer.weighing = False
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

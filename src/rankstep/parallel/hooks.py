@@ -145,6 +145,7 @@ class GradientHooks:
     def _begin(self, index: int) -> bool:
         """The first gradient of a backward. False: under ``no_sync``, it only accumulates."""
         if not self.sync:
+            self._reducer.check_plain()
             self._reducer.firings.accumulated[index] = 1
             return False
         if torch.is_grad_enabled() and not self._warned:

@@ -121,7 +121,11 @@ def compare_models(
             f"rank {other} has inconsistent {counts[1]} params. "
         )
     difference = first_difference(mine["params"], told[other]["params"], comm.rank, other) or (
-        f"the wrapper's options are {mine['options']} on rank {comm.rank} and {told[other]['options']} on rank {other}"
+        "; ".join(
+            f"{name} is {value!r} on rank {comm.rank} and {told[other]['options'].get(name)!r} on rank {other}"
+            for name, value in mine["options"].items()
+            if value != told[other]["options"].get(name)
+        )
     )
     raise ModelMismatchError(
         f"[{comm.rank}]: {start}{difference}. Build the same model, in the same order, on every rank before wrapping it."

@@ -123,7 +123,11 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     def _take_in(self, mean: torch.Tensor, var: torch.Tensor, total: torch.Tensor) -> None:
         """Move the running statistics towards these; without any sample they stay."""
-        if self.num_batches_tracked is None or self.running_mean is None or self.running_var is None:
+        if (
+            self.num_batches_tracked is None
+            or self.running_mean is None
+            or self.running_var is None
+        ):
             return
         some = (total > 0).to(self.num_batches_tracked)
         self.num_batches_tracked.add_(some)
@@ -298,7 +302,11 @@ class _RankSum(torch.autograd.Function):
 
 # ---------------------------------------------------------------- conversion
 
-_KNOWN_FORWARDS: Sequence[Any] = (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
+_KNOWN_FORWARDS: Sequence[Any] = (
+    _BatchNorm.forward,
+    nn.SyncBatchNorm.forward,
+    SyncBatchNorm.forward,
+)
 
 
 def _converted(

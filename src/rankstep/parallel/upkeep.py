@@ -69,12 +69,21 @@ class Upkeep(TorchSurface, Joinable):
         comm = self.reducer.comm
         everything = self._everything()
         replicate.compare_models(
-            self._compared(), self._settings(), comm, self.device, self.reducer.wrapper
+            self._compared(),
+            self._settings() | {"new since it was wrapped": self._new_names()},
+            comm,
+            self.device,
+            self.reducer.wrapper,
         )
         known = {id(param) for param in self.reducer.params}
         trained: list[tuple[str, torch.Tensor]] = [(n, p) for n, p in everything if p.requires_grad]
         replicate.copy_from([p for _, p in trained if id(p) not in known], comm)
         return trained
+
+    def has_lost(self, params: Sequence[torch.Tensor]) -> bool:
+        """Whether one of these parameters is no longer in the module."""
+        present = {id(param) for _, param in self._everything()}
+        return any(id(param) not in present for param in params)
 
     def adopted(self, params: Sequence[torch.Tensor]) -> None:
         """The reducer has other parameters than before: hook them, and watch the submodules that came with them."""
@@ -118,6 +127,10 @@ class Upkeep(TorchSurface, Joinable):
         """What must be equal on all ranks: parameters, and buffers unless they are the ranks' own."""
         named: list[tuple[str, torch.Tensor]] = [*self._everything()]
         return named + (list(self._buffer_sync.named().items()) if self._init_buffers else [])
+
+    def _new_names(self) -> list[str]:
+        known = {id(param) for param in self.reducer.params}
+        return [name for name, p in self._everything() if p.requires_grad and id(p) not in known]
 
     def _settings(self) -> dict[str, Any]:
         return {"caps": self._caps.cap_bytes, "delayed": self._delayed}
