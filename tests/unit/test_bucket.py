@@ -93,7 +93,7 @@ def test_a_step_moves_through_all_states_and_back():
     for _ in range(2):
         give(tensors)
         bucket.copy_in(1, tensors[1])
-        assert bucket.gather()
+        assert bucket.gather(at_end=False)
         for move in (lambda: bucket.move(READY), lambda: launch(bucket), bucket.wait):
             move()
             seen.append(bucket.state)
@@ -124,7 +124,7 @@ def test_begin_step_forgets_the_step_before():
     bucket.begin_step(1)
     assert (bucket.copied, bucket.left) == (set(), 1)
     # What was copied in before does not count as this step's: the large one has none now.
-    assert not bucket.gather()
+    assert not bucket.gather(at_end=False)
 
 
 # ---------------------------------------------------------------- filling
@@ -134,7 +134,7 @@ def test_gather_divides_and_takes_every_gradient_away():
     tensors = params(2, (0, 3), (2, 2), ())
     bucket, _ = bucket_of(tensors)
     grads = give(tensors)
-    assert bucket.gather()
+    assert bucket.gather(at_end=False)
     assert [tensor.grad for tensor in tensors] == [None] * 4
     for view, grad in zip(bucket.views, grads, strict=True):
         assert_bitwise_equal(view, grad / 2)
@@ -147,7 +147,7 @@ def test_gather_with_one_gradient_missing_changes_nothing():
     bucket.flat.fill_(7.0)
     kept = tensors[0].grad
     tensors[1].grad = None
-    assert not bucket.gather()
+    assert not bucket.gather(at_end=False)
     assert tensors[0].grad is kept
     assert_bitwise_equal(kept, torch.tensor([1.0, 2.0]))
     assert torch.all(bucket.views[1] == 7.0)
@@ -158,10 +158,10 @@ def test_gather_waits_for_the_large_ones():
     bucket, _ = bucket_of(tensors)
     grads = give(tensors)
     assert bucket.large == {1}
-    assert not bucket.gather()
+    assert not bucket.gather(at_end=False)
     assert_bitwise_equal(tensors[0].grad, grads[0])
     bucket.copy_in(1, tensors[1])
-    assert bucket.gather()
+    assert bucket.gather(at_end=False)
     assert_bitwise_equal(bucket.flat, torch.cat(grads) / 2)
 
 
@@ -214,7 +214,7 @@ def test_an_old_gradient_in_the_bucket_itself_is_copied_before_it_is_divided():
     tensors = params(2, 2)
     bucket, _ = bucket_of(tensors)
     give(tensors)
-    assert bucket.gather()
+    assert bucket.gather(at_end=False)
     send(bucket)
     bucket.begin_step(2)
     in_bucket = tensors[1].grad
@@ -268,7 +268,7 @@ def test_division_has_the_bits_of_a_multiplication_by_the_reciprocal():
             tensor.grad = torch.randn(tensor.shape)
         grads = [tensor.grad.clone() for tensor in tensors]
         bucket.copy_in(1, tensors[1])
-        assert bucket.gather()
+        assert bucket.gather(at_end=False)
         assert_bitwise_equal(bucket.flat, torch.cat(grads) * (1.0 / world))
         if world in (3, 5):
             assert not torch.equal(bucket.flat, torch.cat(grads) / world)
@@ -279,7 +279,7 @@ def test_a_collective_that_averages_gets_undivided_gradients():
     bucket, _ = bucket_of(tensors, RecordingCommunicator(4, averages=True))
     grads = give(tensors)
     bucket.copy_in(1, tensors[1])
-    assert bucket.gather()
+    assert bucket.gather(at_end=False)
     assert_bitwise_equal(bucket.flat, torch.cat(grads))
     more = torch.ones(40)
     tensors[1].grad = more.clone()
@@ -295,7 +295,7 @@ def test_half_types_do_not_overflow_in_the_sum():
     others = torch.full((2,), most / 2, dtype=torch.float16)
     bucket, _ = bucket_of(tensors, RecordingCommunicator(2, peers=lambda _: [others]))
     tensors[0].grad = torch.full((2,), most, dtype=torch.float16)
-    assert bucket.gather()
+    assert bucket.gather(at_end=False)
     send(bucket)
     assert torch.all(torch.isfinite(tensors[0].grad))
     assert_bitwise_equal(tensors[0].grad, others + others)
@@ -327,7 +327,7 @@ def test_the_whole_buffer_travels_in_one_call_and_the_result_is_handed_back():
     tensors = params(2, (2, 3))
     bucket, _ = bucket_of(tensors, comm, extra=2)
     grads = give(tensors)
-    assert bucket.gather()
+    assert bucket.gather(at_end=False)
     bucket.flat[8:] = 50.0
     send(bucket)
     assert [(call.name, call.numel) for call in comm.calls] == [("all_reduce", 10)]
@@ -343,7 +343,7 @@ def test_nothing_is_handed_back_before_the_wait():
     tensors = params(2)
     bucket, _ = bucket_of(tensors, comm)
     (grad,) = give(tensors)
-    assert bucket.gather()
+    assert bucket.gather(at_end=False)
     bucket.move(READY)
     launch(bucket)
     assert tensors[0].grad is None
@@ -358,7 +358,7 @@ def test_a_gradient_that_comes_in_flight_lands_beside_the_buffer():
     tensors = params(2)
     bucket, _ = bucket_of(tensors, comm)
     give(tensors)
-    assert bucket.gather()
+    assert bucket.gather(at_end=False)
     bucket.move(READY)
     launch(bucket)
     # This is what autograd does with a parameter whose `.grad` is None.
@@ -374,7 +374,7 @@ def test_a_second_round_adds_late_gradients_to_the_result():
     tensors = params(2, 3)
     bucket, specs = bucket_of(tensors, comm)
     first = give(tensors)
-    assert bucket.gather()
+    assert bucket.gather(at_end=False)
     bucket.move(READY)
     launch(bucket)
     bucket.wait()
@@ -397,7 +397,7 @@ def test_a_rank_without_late_gradients_takes_part_with_zeros():
     tensors = params(2, 2)
     bucket, specs = bucket_of(tensors, comm, extra=0)
     grads = give(tensors)
-    assert bucket.gather()
+    assert bucket.gather(at_end=False)
     bucket.move(READY)
     launch(bucket)
     bucket.wait()
@@ -413,7 +413,7 @@ def test_a_second_round_leaves_the_tail_alone():
     tensors = params(2)
     bucket, specs = bucket_of(tensors, comm, extra=3)
     give(tensors)
-    assert bucket.gather()
+    assert bucket.gather(at_end=False)
     bucket.move(READY)
     launch(bucket)
     bucket.wait()
@@ -466,7 +466,7 @@ def test_a_view_keeps_dense_strides():
     for index, (tensor, value) in enumerate(zip(tensors, values, strict=True)):
         tensor.grad = value.clone()
         bucket.copy_in(index, tensor)
-    assert bucket.gather()
+    assert bucket.gather(at_end=False)
     send(bucket)
     for tensor, value in zip(tensors, values, strict=True):
         assert_bitwise_equal(tensor.grad, value * 0.5)
@@ -482,7 +482,7 @@ def test_complex_gradients_travel_as_pairs_of_reals():
             tensor.grad = grad.clone()
             if packed_below == 0:
                 bucket.copy_in(index, tensor)
-        assert bucket.gather()
+        assert bucket.gather(at_end=False)
         send(bucket)
         assert comm.calls[0].dtype == dtype.to_real()
         assert comm.calls[0].numel == 16
@@ -507,7 +507,7 @@ def test_every_dtype_goes_through_unchanged():
             tensor.grad = torch.randn(tensor.shape, dtype=dtype)
         grads = [tensor.grad.clone() for tensor in tensors]
         bucket.copy_in(1, tensors[1])
-        assert bucket.gather()
+        assert bucket.gather(at_end=False)
         send(bucket)
         for tensor, grad in zip(tensors, grads, strict=True):
             assert_bitwise_equal(tensor.grad, grad / 2)
@@ -518,7 +518,7 @@ def test_gradients_that_already_lie_in_the_bucket_are_divided_in_place():
     bucket, _ = bucket_of(tensors)
     give(tensors)
     bucket.copy_in(1, tensors[1])
-    assert bucket.gather()
+    assert bucket.gather(at_end=False)
     send(bucket)
     bucket.begin_step(2)
     # The second step adds in place, as autograd does when gradients were not set to None.
@@ -526,5 +526,5 @@ def test_gradients_that_already_lie_in_the_bucket_are_divided_in_place():
         tensor.grad.add_(1.0)
     before = bucket.flat.clone()
     bucket.copy_in(1, tensors[1])
-    assert bucket.gather()
+    assert bucket.gather(at_end=False)
     assert_bitwise_equal(bucket.flat, before / 2)

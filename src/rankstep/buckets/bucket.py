@@ -152,8 +152,12 @@ class Bucket:
                 self.view_of[index].add_(grad.detach(), alpha=self.scale)
             param.grad = None
 
-    def gather(self) -> bool:
-        """Take all small gradients at once. False, with nothing changed, if some parameter has none."""
+    def gather(self, *, at_end: bool) -> bool:
+        """Take all small gradients at once. False, with nothing changed, if some parameter has none.
+
+        Args:
+            at_end: Backward has ended, so no late gradient can come and ``.grad`` may stay until it is overwritten.
+        """
         if len(self.copied) != len(self.large):
             return False
         if self._packed_params:
@@ -169,8 +173,9 @@ class Bucket:
                     raise
                 if self.scale != 1.0:
                     self._packed.mul_(self.scale)
-            for param in self._packed_params:
-                param.grad = None
+            if not at_end:
+                for param in self._packed_params:
+                    param.grad = None
         return True
 
     def gather_with_gaps(self, touched: Sequence[int]) -> dict[int, Kept]:

@@ -141,16 +141,19 @@ class Line:
 
     # ---------------------------------------------------------------- gathering and launching
 
-    def gather(self, bucket: Bucket, step: Step, touched: Callable[[], list[int]]) -> None:
+    def gather(
+        self, bucket: Bucket, step: Step, touched: Callable[[], list[int]], *, at_end: bool = False
+    ) -> None:
         """Take in the gradients of a bucket that leaves soon.
 
         Args:
             bucket: Any that is filling.
             step: Notes the parameters that this rank did not use.
             touched: For each parameter, whether a gradient reached it since the last reduction.
+            at_end: Backward has ended.
         """
         whole = bucket.left == 0 and len(bucket.params) == self.awaited[bucket.spec.index]
-        if not (whole and bucket.gather()):
+        if not (whole and bucket.gather(at_end=at_end)):
             unused = bucket.gather_with_gaps(touched())
             step.unused.update(unused)
             # A parameter that was frozen since it was wrapped: all ranks must have done so.
@@ -177,7 +180,7 @@ class Line:
         """At the end of backward: launch every bucket that is still here, the last one with the trailer."""
         for bucket in self.buckets[step.next_bucket :]:
             if bucket.state is BucketState.FILLING:
-                self.gather(bucket, step, touched)
+                self.gather(bucket, step, touched, at_end=True)
             if bucket is self.last:
                 write_trailer()
             self._launch(bucket, step, in_backward=False)

@@ -13,6 +13,16 @@ if TYPE_CHECKING:
     from rankstep.collectives.communicator import Pending
 
 
+class _Done:
+    """A collective that has ended."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+_DONE = _Done()
+
+
 class C10dCommunicator:
     """Calls a process group's own methods, which also serve groups written in Python and never registered.
 
@@ -44,7 +54,9 @@ class C10dCommunicator:
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
-        """Start a sum (NCCL: a mean) over the group, in place."""
+        """Start a sum (NCCL: a mean) over the group, in place; of one rank there is nothing to do."""
+        if self.world_size == 1:
+            return _DONE
         return watched(self.group.allreduce([tensor], self._sum), self._lookout)
 
     def reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor]) -> Pending:

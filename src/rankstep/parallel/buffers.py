@@ -53,10 +53,25 @@ class Buffers:
         self._chunk_bytes = chunk_bytes
         self.hook: BufferHook | None = None
         self._futures: list[Any] = []
+        self._slots: list[tuple[str, dict[str, torch.Tensor | None], str]] | None = None
+
+    def forget(self) -> None:
+        """A buffer or submodule was assigned: walk over the module again when next asked."""
+        self._slots = None
 
     def named(self) -> dict[str, torch.Tensor]:
-        """The synchronised buffers by name."""
-        return {name: b for name, b in self._module.named_buffers() if name not in self._ignored}
+        """The synchronised buffers by name; the tensors as they are now, the places as they were found before."""
+        if self._slots is None:
+            seen: set[int] = set()
+            self._slots = []
+            for prefix, part in self._module.named_modules():
+                for key, buffer in part._buffers.items():
+                    name = f"{prefix}.{key}" if prefix else key
+                    if buffer is not None and name not in self._ignored and id(buffer) not in seen:
+                        seen.add(id(buffer))
+                        self._slots.append((name, part._buffers, key))
+        found = ((name, buffers.get(key)) for name, buffers, key in self._slots)
+        return {name: buffer for name, buffer in found if buffer is not None}
 
     def copy_from(self, src: int) -> None:
         """Overwrite them with those of group rank ``src``."""

@@ -25,6 +25,9 @@ class Listener(Protocol):
     def module_changed(self, new: Any) -> None:
         """``new``, a parameter or submodule or None, was assigned somewhere inside the module."""
 
+    def buffers_changed(self) -> None:
+        """A buffer was assigned somewhere inside the module."""
+
     def taken_over(self, newer: Any, params: set[int]) -> None:
         """Another wrapper now reduces these parameters, given by ``id``."""
 
@@ -45,10 +48,18 @@ def watch(module: nn.Module, listener: Listener) -> None:
     if not _installed:
         _installed.append(torch_module.register_module_parameter_registration_hook(_registered))
         _installed.append(torch_module.register_module_module_registration_hook(_registered))
+        _installed.append(torch_module.register_module_buffer_registration_hook(_buffer_registered))
     for part in module.modules():
         # Those of wrappers that are gone leave the list here, so that it does not grow.
         others = [ref for ref in _listeners.get(part, ()) if ref() not in (None, listener)]
         _listeners[part] = [*others, weakref.ref(listener)]
+
+
+def _buffer_registered(module: nn.Module, _name: str, _new: Any) -> None:
+    for reference in _listeners.get(module, ()):
+        listener = reference()
+        if listener is not None:
+            listener.buffers_changed()
 
 
 def _registered(module: nn.Module, _name: str, new: Any) -> None:

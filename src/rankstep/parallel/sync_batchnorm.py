@@ -244,7 +244,7 @@ class _Normalise(torch.autograd.Function):
                 sums = _sum_over_ranks(sums.zero_() if ctx.silent else sums, comm)
                 sums *= w * (var + eps).rsqrt() / total.clamp(min=1).to(mean.dtype)
                 # What mean and var owe to x is linear in the normalised input, so the same fused kernel writes it.
-                dx = dx - F.batch_norm(x, mean, var, sums[1], sums[0], training=False, eps=eps)
+                dx -= F.batch_norm(x, mean, var, sums[1], sums[0], training=False, eps=eps)
         needs = ctx.needs_input_grad
         return (
             dx if needs[0] else None,

@@ -109,8 +109,13 @@ class Upkeep(TorchSurface, Joinable):
         else:
             self.reducer, self._hooks = newer.reducer, newer._hooks
 
+    def buffers_changed(self) -> None:
+        """A buffer was assigned somewhere inside the module."""
+        self._buffer_sync.forget()
+
     def module_changed(self, new: Any) -> None:
         """A parameter or submodule was assigned somewhere inside the module."""
+        self._buffer_sync.forget()
         self.reducer.note_change()
         known = {id(param) for param in self.reducer.params}
         added = list(new.parameters()) if isinstance(new, nn.Module) else [new]
