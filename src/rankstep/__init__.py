@@ -16,17 +16,19 @@ from rankstep._version import __version__
 if TYPE_CHECKING:
     from rankstep import trace
     from rankstep.data import DistributedSampler, seed_everything
-    from rankstep.parallel import DistributedDataParallel
+    from rankstep.parallel import DistributedDataParallel, SyncBatchNorm, together
     from rankstep.world import World, agree, rank_zero_first, world
 
 __all__ = [
     "DistributedDataParallel",
     "DistributedSampler",
+    "SyncBatchNorm",
     "World",
     "__version__",
     "agree",
     "rank_zero_first",
     "seed_everything",
+    "together",
     "trace",
     "world",
 ]
@@ -34,10 +36,12 @@ __all__ = [
 _HOME = {
     "DistributedDataParallel": "rankstep.parallel",
     "DistributedSampler": "rankstep.data",
+    "SyncBatchNorm": "rankstep.parallel",
     "World": "rankstep.world",
     "agree": "rankstep.world",
     "rank_zero_first": "rankstep.world",
     "seed_everything": "rankstep.data",
+    "together": "rankstep.parallel",
     "trace": "rankstep.trace",
     "world": "rankstep.world",
 }

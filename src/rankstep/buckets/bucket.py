@@ -218,6 +218,10 @@ class Bucket:
             if param.grad is view:
                 param.grad = view.clone()
 
+    def silence(self) -> None:
+        """Contribute nothing in place of what was gathered; a trailer stays."""
+        self.flat[: self.spec.numel].zero_()
+
     def zero(self) -> None:
         """Contribute nothing."""
         self.flat.zero_()

@@ -53,6 +53,8 @@ class Collector:
         skips_unused: Buckets that no parameter of this rank reached are not reduced.
         looks_for_nonfinite: Each rank looks for NaN and infinity in its own gradients.
         delayed: Names of parameters that go last.
+        spent: This rank has run out of inputs (``together``) and takes part with a batch that does not count.
+        silent: It had none since the last reduction, so whatever its gradients are, zeros leave.
     """
 
     def __init__(
@@ -74,6 +76,8 @@ class Collector:
         self.skips_unused = False
         self.looks_for_nonfinite = False
         self.delayed: frozenset[str] = frozenset()
+        self.spent = False
+        self.silent = False
         self._recorder: Callable[[Event], None] | None = None
         self._sparse = sparse
         self._step = Step()
@@ -184,6 +188,7 @@ class Collector:
             self._listen()
             self.line.skips_unused = self.skips_unused
             self.line.looks_for_nonfinite = self.looks_for_nonfinite
+            self.line.silent = self.silent
             self.line.use_hook(self.hook)
         return self.line
 

@@ -27,11 +27,13 @@ class Exchange:
     Attributes:
         alarm: Compares weights over the ranks; None: off.
         divides_by_live: Ranks that ran out under ``join`` do not count in the mean.
+        live: How many ranks' worth of inputs the mean goes over (``together``); None: all ranks'.
     """
 
     def __init__(self, comm: Communicator, wrapper: int) -> None:
         self.alarm: DriftAlarm | None = None
         self.divides_by_live = False
+        self.live: float | None = None
         self._comm = comm
         self._wrapper = wrapper
         self._later: verdict.Later | None = None
@@ -93,10 +95,17 @@ class Exchange:
         Raises:
             CountError: All ranks' counts are 0.
         """
+        of_live = 1.0 if self.live is None else self._comm.world_size / self.live
         if not rows:
-            return self._comm.world_size / tail.read_total_count() if mode is Mode.WEIGHTED else 1.0
+            if mode is Mode.SYNC:
+                return of_live
+            by_count = self._comm.world_size / tail.read_total_count()
+            # A spent rank may have called plain backward where the others passed counts.
+            return by_count if mode is Mode.WEIGHTED else by_count.nan_to_num(posinf=of_live)
         if any(row.abandoned for row in rows):
             return 1.0
+        if self.live is not None and not any(row.mode == Mode.WEIGHTED for row in rows):
+            return of_live
         return verdict.factor(rows, self._comm.rank, number, divides_by_live=self.divides_by_live)
 
     def judge(self, rows: Sequence[Row], number: int) -> None:

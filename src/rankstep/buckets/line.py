@@ -78,6 +78,7 @@ class Line:
         awaited: For each bucket, how many of its parameters must report before it is full.
         trailer: The tail of the last bucket.
         hook: A user's communication in place of ``comm``'s all-reduce.
+        silent: Zeros leave in place of what is gathered.
         looks_for_nonfinite: Each rank looks for NaN and infinity in its own gradients.
         skips_unused: Buckets that no parameter of this rank reached are not reduced.
         number: Which synced backward is under way, for events and messages.
@@ -110,6 +111,7 @@ class Line:
         self.hook: CommHook | None = None
         self.skips_unused = False
         self.looks_for_nonfinite = False
+        self.silent = False
         self.number = 0
         self.name = ""
         self.recorder: Callable[[Event], None] | None = None
@@ -207,6 +209,8 @@ class Line:
             if idle and not is_last:
                 bucket.move(BucketState.IN_FLIGHT)
             else:
+                if self.silent:
+                    bucket.silence()
                 bucket.launch(self.hook, is_last=is_last, tail_only=idle)
         step.next_bucket += 1
         step.all_reduces += not idle

@@ -49,7 +49,6 @@ class Reducer(Collector):
     Arguments and most attributes are those of :class:`rankstep.buckets.collector.Collector`.
 
     Attributes:
-        spent: This rank has run out of inputs and takes part with empty batches.
         promise: Every backward uses the same parameters, or is an error; None: no such promise.
         owner: Returns who is asked when the module has changed and told when a step ends; a weak reference, so that
             the wrapper dies with its last reference and its hooks go.
@@ -71,7 +70,6 @@ class Reducer(Collector):
         self.owner: Callable[[], Owner | None] = lambda: None
         self.exchange = Exchange(comm, wrapper)
         self.looking_for_unused: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-        self.spent = False
         self.promise: StaticPromise | None = None
         self.weighing = False
         self._window: Window | None = None
@@ -88,6 +86,8 @@ class Reducer(Collector):
         """
         self._finish_earlier()
         self.check_plain()
+        if self.line is not None:
+            self.line.silent = self.silent
         self._move(ReducerState.COLLECTING)
         if self._recorder is not None:
             self._recorder(BackwardBegan(self.reductions, time.perf_counter_ns()))
@@ -226,7 +226,8 @@ class Reducer(Collector):
             self._window = Window.opened(
                 self.params, bucket_of, self.firings.accumulated, self.comm.rank
             )
-        self._window.count += count
+        if not self.spent:
+            self._window.count += count
 
     # ---------------------------------------------------------------- settling
 
@@ -267,6 +268,7 @@ class Reducer(Collector):
             side.firings.accumulated[:] = [int(param.grad is not None) for param in new_params]
             side.spent, side._window, side.weighing = self.spent, window, window is not None
             side.exchange.divides_by_live = self.exchange.divides_by_live
+            side.silent, side.exchange.live = self.silent, self.exchange.live
             side.settle_nothing(mode)
         self.relearn(names, params)
         owner.adopted(self.params)
@@ -300,6 +302,7 @@ class Reducer(Collector):
             self._recorder(StepSettled(self.reductions, time.perf_counter_ns()))
         self.reductions += 1
         self.forwards = 0
+        self.silent = self.spent
         self._step.unused.clear()
         # A change that was not agreed on is told in every step until it is.
         self._last, self._step = self._step, Step(changed=self._step.changed)

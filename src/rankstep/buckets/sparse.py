@@ -85,6 +85,10 @@ class SparseBucket(Bucket):
     def part_from_gradients(self) -> None:
         """Nothing to do: rows are not kept in a buffer."""
 
+    def silence(self) -> None:
+        """Contribute no rows."""
+        self._rows = self._no_rows()
+
     def zero(self) -> None:
         """Contribute no rows."""
         self._rows = self._no_rows()

@@ -28,6 +28,7 @@ class C10dCommunicator:
 
     Args:
         group: The process group; None takes the default one.
+        known_as: The registered group whose twin ``group`` is: who waits where is told in its store.
 
     Raises:
         ValueError: No process group is open (torch's own error and text).
@@ -35,7 +36,9 @@ class C10dCommunicator:
     Source: https://docs.pytorch.org/docs/stable/distributed.html
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, known_as: dist.ProcessGroup | None = None
+    ) -> None:
         self.group = group if group is not None else dist.distributed_c10d._get_default_group()
         self.rank: int = self.group.rank()
         self.world_size: int = self.group.size()
@@ -43,7 +46,7 @@ class C10dCommunicator:
         # Only NCCL is known to average in one pass without first rounding each rank's part.
         self.averages = self.name == "nccl"
         self.host_waits = self.name != "nccl"
-        self._marks = Lookout(self.group)
+        self._marks = Lookout(known_as or self.group, self.group)
         self._lookout = self._marks if self.host_waits and self.world_size > 1 else None
         self._sum = dist.AllreduceOptions()
         if self.averages:

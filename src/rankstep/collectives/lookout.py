@@ -3,14 +3,19 @@
 Nothing is read or written while collectives end in good time. A rank that has waited for some seconds leaves a mark in
 the group's store saying where it stands. Two ranks that keep standing in two different places wait for each other for
 ever, so both raise; ranks that compute, load data or save a checkpoint leave no mark and are simply waited for.
+
+Whoever raises here leaves a collective unfinished. Closing a gloo group waits for such ones, and their other ranks may
+never come, so the group is kept for good: the process must be able to end.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import time
+import weakref
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 
@@ -29,15 +34,35 @@ PATIENCE_S = 1.5
 """After a failure: ranks that wait for the same dead one see their own failure within a fraction of this."""
 
 
+class Watcher(Protocol):
+    """Somebody else who may know why a rank does not come."""
+
+    def look(self) -> None:
+        """A wait takes long: raise RankSkewError if you know why."""
+
+    def heard(self, error: RankSkewError) -> None:
+        """A wait has been given up."""
+
+
+_watchers: weakref.WeakKeyDictionary[Any, list[Watcher]] = weakref.WeakKeyDictionary()
+
+
+def also_ask(group: Any, watcher: Watcher) -> None:
+    """Ask ``watcher``, too, whenever a wait of this group's ranks takes long."""
+    _watchers.setdefault(group, []).append(watcher)
+
+
 class Lookout:
     """This rank's marks in the store of one process group.
 
     Args:
         group: The ranks.
+        carrier: The group that carries the collectives, if that is a twin of ``group``.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, carrier: Any = None) -> None:
         self._group = group
+        self._carrier = group if carrier is None else carrier
         self._rank: int = group.rank()
         self._world_size: int = group.size()
         self._mark = {"place": "", "what": ""}
@@ -52,8 +77,20 @@ class Lookout:
         """Leave a mark and look for those of the others.
 
         Raises:
-            RankSkewError: Another rank has been waiting in another place, too, for a while.
+            RankSkewError: Another rank has been waiting in another place, too, for a while, or will not come.
         """
+        watchers = _watchers.get(self._group, ())
+        try:
+            for watcher in watchers:
+                watcher.look()
+            self._compare()
+        except RankSkewError as error:
+            for watcher in watchers:
+                watcher.heard(error)
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._carrier))
+            raise
+
+    def _compare(self) -> None:
         marks = self._look()
         elsewhere = {
             rank: mark for rank, mark in marks.items() if mark["place"] != self._mark["place"]

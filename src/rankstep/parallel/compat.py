@@ -17,11 +17,15 @@ from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 from rankstep.buckets import Reducer
 from rankstep.buckets.promise import StaticPromise
 from rankstep.errors import ModelError
+from rankstep.parallel import registration
 from rankstep.parallel.buffers import BufferHook, When
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    import torch.distributed as dist
+
+    from rankstep.buckets.comm_hooks import CommHook
     from rankstep.parallel.buffers import Buffers
     from rankstep.parallel.hooks import GradientHooks
 
@@ -77,6 +81,7 @@ class TorchSurface(nn.Module):
     _hooks: GradientHooks
     _buffer_sync: Buffers
     _log: dict[str, Any]
+    process_group: dist.ProcessGroup
 
     # ---------------------------------------------------------------- before wrapping
 
@@ -131,6 +136,14 @@ class TorchSurface(nn.Module):
         self._buffer_sync.hook = BufferHook(
             state, hook, When.PRE_FORWARD if before else When.POST_FORWARD
         )
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """Use one of torch's builtin hooks."""
+        self._use_hook(registration.builtin_hook(comm_hook_type, self.process_group))
+        self._log["comm_hook"] = str(comm_hook_type)
+
+    def _use_hook(self, hook: CommHook | None) -> None:
+        raise NotImplementedError
 
     def _register_fused_optim(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         """Refused: it needs the internals of torch's own reducer."""

@@ -131,8 +131,9 @@ class DistributedDataParallel(Upkeep):
         self.device_ids = options.device_ids_from(
             device_ids, output_device, self.device_type, self.is_multi_device_module
         )
-        first_device = self.device_ids[0] if self.device_ids else None
-        self.output_device = first_device if output_device is None else output_device
+        self.output_device = output_device
+        if output_device is None and self.device_ids:
+            self.output_device = self.device_ids[0]
         self.dim = dim
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
@@ -191,7 +192,7 @@ class DistributedDataParallel(Upkeep):
             self.reducer.looking_for_unused = lambda: record_function("search_unused_parameters")
         self._hooks = GradientHooks(self.reducer, params, self._frozen())
         self._hooks.remove_with(self)
-        self._authoritative_rank = 0
+        self._authoritative_rank = self.buffer_source = 0
         self._optimizers: OptimizersInBackward | None = None
         self._watch_weights()
         changes.watch(self.module, self)
@@ -318,10 +319,6 @@ class DistributedDataParallel(Upkeep):
             self._note_error(error)
             raise
         self._log["comm_hook"] = getattr(hook, "__qualname__", type(hook).__name__)
-
-    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        self._use_hook(registration.builtin_hook(comm_hook_type, self.process_group))
-        self._log["comm_hook"] = str(comm_hook_type)
 
     def _use_hook(self, hook: CommHook | None) -> None:
         if self._has_hook:

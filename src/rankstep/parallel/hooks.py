@@ -83,6 +83,7 @@ class GradientHooks:
         self._reducer = reducer
         self._outer: list[RemovableHandle] = []
         self._handles: list[RemovableHandle] = []
+        self._mutes: list[RemovableHandle] = []
         self._warned = False
         self.watch(params, frozen)
 
@@ -107,6 +108,17 @@ class GradientHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def mute(self, params: Iterable[torch.Tensor]) -> None:
+        """Turn every gradient that reaches these parameters into zeros, also a NaN, until :meth:`unmute`."""
+        self.unmute()
+        self._mutes = [p.register_hook(torch.zeros_like) for p in params if p.requires_grad]
+
+    def unmute(self) -> None:
+        """Let gradients through again."""
+        for handle in self._mutes:
+            handle.remove()
+        self._mutes.clear()
 
     def remove_with(self, owner: object) -> None:
         """Remove the hooks when ``owner`` is collected, so that its module can be wrapped anew."""

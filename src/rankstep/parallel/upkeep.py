@@ -51,6 +51,7 @@ class Upkeep(TorchSurface, Joinable):
     _init_buffers: bool
     process_group: dist.ProcessGroup
     _authoritative_rank: int
+    buffer_source: int
     _optimizers: OptimizersInBackward | None
 
     def settled(self, *, gave: bool) -> None:
@@ -200,7 +201,7 @@ class Upkeep(TorchSurface, Joinable):
             # Rank 0 may have run out, and its buffers be old.
             self._authoritative_rank = highest(comm.rank if live else -1, comm, self.device)
         else:
-            self._authoritative_rank = 0
+            self._authoritative_rank = self.buffer_source
         self._buffer_sync.sync(When.PRE_FORWARD, self._authoritative_rank)
 
     @property

@@ -1,0 +1,458 @@
+"""What the benchmarks share: who is compared, how ranks start, how rounds are timed, and how the result is told.
+
+Times on a shared machine drift by more than the differences that matter here. Three things make them comparable:
+
+* All variants live in one process per rank and take turns. A *round* gives each its turn, in an order drawn anew for
+  every two rounds, forwards and then backwards. Variants are compared within a round; the spread is that over rounds.
+* Only what is named is timed: each repetition is prepared outside the clock, all ranks start it together, the first of
+  a turn does not count (caches belong to the variant before), and the garbage collector runs between rounds only.
+* The machine must be quiet. A benchmark refuses to start while others use it, and drops the rounds in which others
+  used more than a quarter of one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import functools
+import gc
+import importlib.metadata
+import json
+import os
+import platform
+import random
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import rankstep
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+QUIET_CORES = 0.25
+"""So many cores may be busy with other programs; more disturbs."""
+
+WATCH_S = 1.0
+"""How long a benchmark looks at the machine before it starts."""
+
+PLAIN = "plain"
+RANKSTEP = "rankstep"
+TORCH = "torch default"
+
+WRAPPERS: dict[str, Callable[[torch.nn.Module], torch.nn.Module]] = {
+    RANKSTEP: rankstep.DistributedDataParallel,
+    TORCH: TorchDDP,
+    "torch view": functools.partial(TorchDDP, gradient_as_bucket_view=True),
+    "torch batched": functools.partial(TorchDDP, batched_grad_copy=True),
+    "torch static": functools.partial(TorchDDP, static_graph=True),
+    "torch all three": functools.partial(
+        TorchDDP, gradient_as_bucket_view=True, batched_grad_copy=True, static_graph=True
+    ),
+}
+"""Rankstep as it comes, and torch as it comes and tuned; `PLAIN` is the model without a wrapper."""
+
+
+# ---------------------------------------------------------------- the command line
+
+
+def parser(description: str, example: str) -> argparse.ArgumentParser:
+    """Make a parser that has the switches of every benchmark."""
+    made = argparse.ArgumentParser(
+        description=description.partition("\n")[0],
+        epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--json", type=Path, metavar="FILE", help="also write the result there")
+    made.add_argument(
+        "--allow-busy", action="store_true", help="measure although others use the machine"
+    )
+    return made
+
+
+def add_variants(to: argparse.ArgumentParser, names: Iterable[str]) -> None:
+    """Let the user choose among ``names``."""
+    choices = list(names)
+    to.add_argument(
+        "--variants",
+        nargs="+",
+        metavar="NAME",
+        choices=choices,
+        default=choices,
+        help=f"what to compare, of: {', '.join(map(repr, choices))}; default: all",
+    )
+
+
+def count(text: str) -> int:
+    """Read a command line's positive whole number."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+# ---------------------------------------------------------------- the machine
+
+
+def machine() -> dict[str, str]:
+    """Say what a result was measured on, and by which command."""
+    cpu = platform.machine()
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            cpu = line.partition(":")[2].strip()
+            break
+    script, *arguments = sys.argv
+    return {
+        "cpu": cpu,
+        "cores": str(len(os.sched_getaffinity(0))),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "rankstep": importlib.metadata.version("rankstep"),
+        "date": dt.datetime.now(tz=dt.UTC).date().isoformat(),
+        "command": f"python benchmarks/{Path(script).name} {shlex.join(arguments)}".strip(),
+    }
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A moment, in seconds: of the clock, of this process's CPU time, of the busy time of all cores."""
+
+    clock: float
+    own: float
+    busy: float
+
+    @classmethod
+    def now(cls) -> Mark:
+        """Look at all three."""
+        with Path("/proc/stat").open(encoding="ascii") as stat:
+            user, nice, system, _idle, _iowait, irq, softirq, steal, *_ = map(
+                int, stat.readline().split()[1:]
+            )
+        # Stolen time counts: another machine on the same host disturbs like another program.
+        ticks = user + nice + system + irq + softirq + steal
+        busy = ticks / os.sysconf("SC_CLK_TCK")
+        return cls(time.perf_counter(), time.process_time(), busy)
+
+
+def foreign_cores(begins: Sequence[Mark], ends: Sequence[Mark]) -> float:
+    """Say how many cores were busy with other programs, given the marks of all ranks."""
+    own = sum(end.own - begin.own for begin, end in zip(begins, ends, strict=True))
+    busy = ends[0].busy - begins[0].busy
+    return max(0.0, busy - own) / (ends[0].clock - begins[0].clock)
+
+
+def require_quiet(world_size: int, *, allow_busy: bool) -> None:
+    """End the program if others use too much of the machine right now to measure anything."""
+    cores = len(os.sched_getaffinity(0))
+    if world_size > cores:
+        warn(
+            f"{ranks(world_size)} share {cores} cores: this shows that they work, not how fast they are."
+        )
+    begin = Mark.now()
+    time.sleep(WATCH_S)
+    foreign = foreign_cores([begin], [Mark.now()])
+    if foreign > QUIET_CORES:
+        found = f"other programs use {foreign:.2f} cores, more than {QUIET_CORES} disturbs"
+        if not allow_busy:
+            raise SystemExit(f"{found}. Wait for a quiet machine, or measure with --allow-busy.")
+        warn(f"{found}. DO NOT QUOTE THESE FIGURES.")
+
+
+def warn(text: str) -> None:
+    print(f"*** {text}", file=sys.stderr, flush=True)
+
+
+# ---------------------------------------------------------------- ranks
+
+
+def on_ranks(world_size: int, job: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run ``job(*args)`` in so many new processes, the ranks of a gloo group.
+
+    Args:
+        world_size: How many.
+        job: A function at the top level of a module; returns what JSON can hold.
+        args: Its arguments.
+
+    Returns:
+        What it returned, in rank order.
+    """
+    with tempfile.TemporaryDirectory(prefix="rankstep-bench-") as folder:
+        multiprocessing.spawn(_rank_main, (world_size, folder, job, args), nprocs=world_size)
+        return [
+            json.loads(Path(folder, f"{rank}.json").read_text(encoding="utf-8"))
+            for rank in range(world_size)
+        ]
+
+
+def _rank_main(
+    rank: int, world_size: int, folder: str, job: Callable[..., Any], args: Sequence[Any]
+) -> None:
+    # One compute thread per rank, so that ranks do not take each other's cores.
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
+    )
+    try:
+        result = job(*args)
+        # Wrappers hold the group in reference cycles; one that outlives destroy_process_group may abort the process.
+        gc.collect()
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    Path(folder, f"{rank}.json").write_text(json.dumps(result), encoding="utf-8")
+
+
+# ---------------------------------------------------------------- rounds
+
+
+class Trial(Protocol):
+    """One variant, ready to be timed again and again."""
+
+    def prepare(self) -> None:
+        """Do what belongs outside the clock."""
+
+    def timed(self) -> None:
+        """Do what is measured."""
+
+
+def take_turns(
+    trials: Mapping[str, Trial], rounds: int, repeats: int, *, warm_up: int = 3
+) -> list[dict[str, Any]]:
+    """Time all trials on this rank, in turns; every rank calls this with the same arguments.
+
+    Args:
+        trials: The variants by name.
+        rounds: How many turns each gets.
+        repeats: Repetitions that count in a turn.
+        warm_up: Repetitions of each before the first round; wrappers rebuild their buckets in their first steps.
+
+    Returns:
+        For each round its marks and, for each variant, the seconds of clock and of this rank's CPU time of each
+        repetition.
+    """
+    for trial in trials.values():
+        for _ in range(warm_up):
+            trial.prepare()
+            trial.timed()
+    told = []
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    for number in range(rounds):
+        dist.barrier()
+        begin = Mark.now()
+        drawn = {name: _turn(trials[name], repeats) for name in _order(list(trials), number)}
+        dist.barrier()
+        times = {name: drawn[name] for name in trials}
+        told.append({"begin": asdict(begin), "end": asdict(Mark.now()), "times": times})
+        gc.collect()
+    gc.enable()
+    gc.unfreeze()
+    return told
+
+
+def _order(names: list[str], number: int) -> list[str]:
+    """Every two rounds a new random order, the same on all ranks: first forwards, then backwards."""
+    drawn = random.Random(number // 2).sample(names, len(names))
+    return drawn[::-1] if number % 2 else drawn
+
+
+def _turn(trial: Trial, repeats: int) -> dict[str, list[float]]:
+    wall, cpu = [], []
+    for repeat in range(repeats + 1):
+        trial.prepare()
+        dist.barrier()
+        own, clock = time.process_time(), time.perf_counter()
+        trial.timed()
+        clock, own = time.perf_counter() - clock, time.process_time() - own
+        if repeat:
+            wall.append(clock)
+            cpu.append(own)
+    return {"wall": wall, "cpu": cpu}
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """The rounds that count, as means over ranks.
+
+    Attributes:
+        wall: For each variant, seconds of clock in each round.
+        cpu: The same in seconds of a rank's CPU time.
+        foreign: Cores that other programs used, in every round that was run.
+        disturbed: How many rounds had too much of that.
+        dropped: How many are left out for it.
+    """
+
+    wall: dict[str, list[float]]
+    cpu: dict[str, list[float]]
+    foreign: list[float]
+    disturbed: int
+    dropped: int
+
+    @classmethod
+    def of(
+        cls, told: Sequence[Sequence[dict[str, Any]]], of_turn: Callable[[Iterable[float]], float]
+    ) -> Rounds:
+        """Put together what the ranks told, and leave disturbed rounds out if enough others remain.
+
+        Args:
+            told: What `take_turns` returned on each rank.
+            of_turn: From the repetitions of one turn to one number.
+        """
+        rounds = list(zip(*told, strict=True))
+        foreign = [
+            foreign_cores([Mark(**r["begin"]) for r in each], [Mark(**r["end"]) for r in each])
+            for each in rounds
+        ]
+        quiet = [each for each, cores in zip(rounds, foreign, strict=True) if cores <= QUIET_CORES]
+        disturbed = len(rounds) - len(quiet)
+        kept = quiet if 2 * len(quiet) >= len(rounds) else rounds
+
+        def turn(each: Sequence[dict[str, Any]], name: str, kind: str) -> float:
+            of_ranks = [r["times"][name][kind] for r in each]
+            return of_turn(statistics.fmean(same) for same in zip(*of_ranks, strict=True))
+
+        names = list(rounds[0][0]["times"])
+        wall, cpu = (
+            {name: [turn(each, name, kind) for each in kept] for name in names}
+            for kind in ("wall", "cpu")
+        )
+        return cls(wall, cpu, foreign, disturbed, len(rounds) - len(kept))
+
+    @property
+    def quiet(self) -> bool:
+        """Whether no disturbed round is among those that count."""
+        return self.disturbed == self.dropped
+
+    def told(self) -> dict[str, Any]:
+        """Say how quiet it was."""
+        return {
+            "run": len(self.foreign),
+            "disturbed": self.disturbed,
+            "dropped": self.dropped,
+            "quiet": self.quiet,
+            "foreign_cores": [round(cores, 3) for cores in self.foreign],
+        }
+
+
+# ---------------------------------------------------------------- figures
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A figure over rounds."""
+
+    min: float
+    q25: float
+    median: float
+    q75: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread:
+        """Sort and cut."""
+        data = sorted(values)
+        if len(data) == 1:
+            return cls(*data * 4)
+        q25, median, q75 = statistics.quantiles(data, n=4, method="inclusive")
+        return cls(data[0], q25, median, q75)
+
+    def __format__(self, spec: str) -> str:
+        return f"{self.median:{spec}} ({self.q25:{spec}} .. {self.q75:{spec}})"
+
+
+def paired(above: Sequence[float], below: Sequence[float]) -> Spread | None:
+    """Quotients within each round; None if noise ate every denominator."""
+    pairs = [(a, b) for a, b in zip(above, below, strict=True) if b > 0]
+    return Spread.of(a / b for a, b in pairs) if pairs else None
+
+
+def cell(spread: Spread | None, spec: str = ".2f") -> str:
+    """Write a figure that may be missing."""
+    return "-" if spread is None else format(spread, spec)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What a figure must not exceed, and what it is; None: not measured."""
+
+    what: str
+    limit: float
+    value: float | None
+
+    @property
+    def held(self) -> bool | None:
+        """Whether it is not exceeded."""
+        return None if self.value is None else self.value <= self.limit
+
+    def __str__(self) -> str:
+        if self.value is None:
+            return f"{self.what}: not measured"
+        return f"{self.what}: {self.value:.4g}, bar {self.limit:g}: {'held' if self.held else 'MISSED'}"
+
+
+# ---------------------------------------------------------------- telling
+
+
+def ranks(number: int) -> str:
+    """Write a number of ranks."""
+    return f"{number} rank{'s' * (number != 1)}"
+
+
+def tell_machine(facts: Mapping[str, str]) -> None:
+    print(f"{facts['cpu']}, {facts['cores']} cores; {facts['date']}")
+    print(f"python {facts['python']}, torch {facts['torch']}, rankstep {facts['rankstep']}")
+    print(f"$ {facts['command']}")
+
+
+def tell_rounds(rounds: Rounds) -> None:
+    kept = len(rounds.foreign) - rounds.dropped
+    print(f"{kept} of {len(rounds.foreign)} rounds kept; ", end="")
+    print(f"other programs used {Spread.of(rounds.foreign):.2f} cores; median (quartiles)")
+    if not rounds.quiet:
+        warn("Too few rounds were quiet, so disturbed ones count too: DO NOT QUOTE THESE FIGURES.")
+
+
+def tell_table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print columns: the first to the left, the others to the right."""
+    lines = [head, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    print(f"\n{title}")
+    for line in lines:
+        first, *others = (
+            cell.ljust(width) if place == 0 else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        print("  ".join([first, *others]).rstrip())
+
+
+def tell_bars(bars: Iterable[Bar]) -> None:
+    print()
+    for bar in bars:
+        print(bar)
+
+
+def write_json(file: Path | None, result: Mapping[str, Any]) -> None:
+    """Write a result where ``--json`` asks for it."""
+    if file is None:
+        return
+
+    def plain(value: object) -> Any:
+        if isinstance(value, Bar):
+            return {**asdict(value), "held": value.held}
+        if isinstance(value, Spread):
+            return asdict(value)
+        raise TypeError(f"{value!r} has no place in a result")
+
+    file.write_text(json.dumps(result, indent=2, default=plain) + "\n", encoding="utf-8")
