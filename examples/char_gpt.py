@@ -11,13 +11,13 @@ differ a little between versions of Python, and so do the figures.
 
 from __future__ import annotations
 
-import common
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
+import common
 import rankstep
 
 BLOCK = 32  # characters that the model sees at once

@@ -10,13 +10,13 @@ Whatever the number of ranks, the steps are the same: the ranks share a global b
 
 from __future__ import annotations
 
-import common
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+import common
 import rankstep
 
 
