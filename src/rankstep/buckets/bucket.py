@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from rankstep.collectives import Communicator, Pending
 
 
+_address = torch.Tensor.data_ptr
+
+
 class BucketState(enum.Enum):
     """The life of a bucket in one step; see ``Bucket.move`` for the legal moves."""
 
@@ -108,6 +111,10 @@ class Bucket:
         packed = [place for place, o in enumerate(spec.offsets) if o < spec.packed_numel]
         self._packed_params = [self.params[place] for place in packed]
         self._packed_views = [self.views[place] for place in packed]
+        self._specs = [specs[i] for i in spec.params]
+        self._packed_places = packed
+        self._addresses = [view.data_ptr() for view in self.views]
+        self._packed_addresses = [self._addresses[place] for place in packed]
         self._packed = self.flat[: spec.packed_numel]
         in_pack = set(packed)
         self.large = {i for place, i in enumerate(spec.params) if place not in in_pack}
@@ -126,6 +133,17 @@ class Bucket:
             raise AssertionError(f"bucket {self.spec.index}: {self.state} cannot become {state}")
         self.state = state
 
+    def mend(self) -> None:
+        """Make views anew that no longer lie in the buffer.
+
+        A view is also a parameter's ``.grad``, and ``grad.data = ...`` or a conversion of the module moves it elsewhere.
+        """
+        for place, (view, address) in enumerate(zip(self.views, self._addresses, strict=True)):
+            if view.data_ptr() != address:
+                new = grad_view(self.flat, self.spec.offsets[place], self._specs[place])
+                self.views[place] = self.view_of[self.spec.params[place]] = new
+        self._packed_views = [self.views[place] for place in self._packed_places]
+
     def put(self, grad: torch.Tensor, view: torch.Tensor) -> None:
         """Write one gradient, divided as the collective needs it, into its view."""
         if grad.is_sparse:
@@ -139,6 +157,8 @@ class Bucket:
         """Take a large parameter's gradient now; no gradient yet (None) is left to :meth:`gather_with_gaps`."""
         grad = param.grad
         if grad is not None:
+            if self.view_of[index].data_ptr() != self._addresses[self.spec.params.index(index)]:
+                self.mend()
             with torch.no_grad():
                 self.put(grad.detach(), self.view_of[index])
             param.grad = None
@@ -161,6 +181,8 @@ class Bucket:
         if len(self.copied) != len(self.large):
             return False
         if self._packed_params:
+            if list(map(_address, self._packed_views)) != self._packed_addresses:
+                self.mend()
             grads = [param.grad for param in self._packed_params]
             with torch.no_grad():
                 try:
@@ -188,6 +210,7 @@ class Bucket:
             The parameters that this rank did not use, with what they had before.
         """
         unused: dict[int, Kept] = {}
+        self.mend()
         with torch.no_grad():
             for index, param, view in zip(self.spec.params, self.params, self.views, strict=True):
                 if index in self.copied:

@@ -53,8 +53,10 @@ class GradBucket:
         return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Replace the tensor that :meth:`buffer` returns."""
-        self._buffer = buffer
+        """Replace the tensor that :meth:`buffer` returns, and of which :meth:`gradients` are the parts."""
+        old, self._buffer = self._buffer, buffer
+        if not buffer.is_sparse:
+            self._gradients = [_moved(grad, old, buffer) for grad in self._gradients]
 
     def gradients(self) -> list[torch.Tensor]:
         """The gradients, in their parameters' shapes."""
@@ -67,6 +69,16 @@ class GradBucket:
     def is_last(self) -> bool:
         """Whether no further bucket follows in this backward."""
         return self._is_last
+
+
+def _moved(grad: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """The part of ``new`` that lies where ``grad`` lies in ``old``; complex where ``grad`` is."""
+    per_element = 2 if grad.is_complex() else 1
+    start = per_element * grad.storage_offset() - old.storage_offset()
+    part = new[start : start + per_element * grad.numel()]
+    if grad.is_complex():
+        part = torch.view_as_complex(part.view(-1, 2))
+    return part.as_strided(grad.shape, grad.stride(), part.storage_offset())
 
 
 class HookWork:

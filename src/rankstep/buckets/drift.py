@@ -33,12 +33,17 @@ EVERY = 8
 TENSORS_PER_SAMPLE = 4
 """Each tensor costs a few microseconds whatever its size; small models are sampled one at a time."""
 
+_BLOCK = 256
 _MASK = (1 << 5 * DRIFT_DIGITS) - 1
-_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+# Wide elements as pairs: the top bit of a 64-bit sum has no place to carry a factor to.
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 def bit_sum(tensor: torch.Tensor, start: int = 0, end: int | None = None) -> torch.Tensor:
     """Add up the elements' bits as integers: an int64 scalar on the tensor's device.
+
+    Each block of elements has an odd factor of its own, a block of small tensors being one element: so changes that
+    leave the plain sum alone (two rows swapped, as many signs turned to plus as to minus) are seen, too.
 
     Args:
         tensor: Any dtype and strides.
@@ -48,14 +53,27 @@ def bit_sum(tensor: torch.Tensor, start: int = 0, end: int | None = None) -> tor
     tensor = tensor.detach()
     if tensor.is_sparse:
         tensor = tensor.to_dense()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
     if not tensor.is_contiguous():
         # In the order of memory a dense tensor needs no copy.
         order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
         tensor = tensor.permute(order)
     flat = tensor.reshape(-1)[start:end]
-    return flat.view(_INTEGER[flat.element_size()]).sum(dtype=torch.int64)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
+    bits = flat.view(_INTEGER[flat.element_size()])
+    whole = bits.numel() // _BLOCK * _BLOCK if bits.numel() > _BLOCK * _BLOCK else 0
+    parts = torch.cat(
+        [
+            bits[:whole].view(-1, _BLOCK).sum(1, dtype=torch.int64),
+            bits[whole:].to(torch.int64),
+        ]
+    )
+    return (parts * (2 * torch.arange(len(parts), device=parts.device) + 1)).sum()
+
+
+def _folded(total: torch.Tensor) -> torch.Tensor:
+    """As many bits as travel, each depending on both halves of ``total``; never 0."""
+    return (total ^ total >> 25) << 1 & _MASK | 1
 
 
 class DriftAlarm:
@@ -84,7 +102,8 @@ class DriftAlarm:
         self._per_sample = TENSORS_PER_SAMPLE if total >= 16 * SLICE_BYTES else 1
         self._steps = 0
         self._next = 0
-        self._agreed = -1
+        self._sampled: list[int] = []
+        self._agreed = [-1] * len(self._parts)
 
     def sample(self) -> torch.Tensor | None:
         """The next few parts' checksum, never 0; None if there is nothing to compare in this step."""
@@ -94,6 +113,7 @@ class DriftAlarm:
         total: torch.Tensor | None = None
         size = 0
         written = False
+        self._sampled = []
         for _ in range(min(self._per_sample, len(self._parts))):
             index, start, end = self._parts[self._next]
             part_bytes = (end - start) * self._tensors[index].element_size()
@@ -101,6 +121,7 @@ class DriftAlarm:
             if total is not None and (size + part_bytes > SLICE_BYTES or is_buffer):
                 break
             size += part_bytes
+            self._sampled.append(self._next)
             self._next = (self._next + 1) % len(self._parts)
             written = self._is_written(index)
             part = bit_sum(self._tensors[index], start, end)
@@ -108,11 +129,12 @@ class DriftAlarm:
             total = part if total is None else total * 31 + part
             if is_buffer:
                 break
-        return None if total is None or written else total & _MASK | 1
+        return None if total is None or written else _folded(total)
 
     def agreed(self, step: int) -> None:
         """All ranks reported the same checksum in this step."""
-        self._agreed = step
+        for part in self._sampled:
+            self._agreed[part] = step
 
     def raise_difference(self, comm: Communicator, step: int) -> None:
         """The checksums differed: find out where, with one all-gather, and raise on every rank.
@@ -121,37 +143,33 @@ class DriftAlarm:
             DriftError: Names the ranks, the first tensor that differs and the step of the last agreement.
         """
         device = self._tensors[0].device
+        written = torch.tensor([self._is_written(i) for i in range(len(self._tensors))])
         sums = torch.stack(
-            [
-                torch.zeros((), dtype=torch.int64, device=device)
-                if self._is_written(i)
-                else (bit_sum(tensor) | 1).to(device)
-                for i, tensor in enumerate(self._tensors)
-            ]
+            [written.to(device).long(), torch.stack([bit_sum(t).to(device) for t in self._tensors])]
         )
         parts = [torch.empty_like(sums) for _ in range(comm.world_size)]
         comm.all_gather(parts, sums).wait()
-        table = [part.tolist() for part in parts]
+        table = [
+            [None if skip else value for skip, value in zip(*part.tolist(), strict=True)]
+            for part in parts
+        ]
         for index, name in enumerate(self._names):
             column = [row[index] for row in table]
-            counts = Counter(value for value in column if value)
+            counts = Counter(value for value in column if value is not None)
             if len(counts) <= 1:
                 continue
             usual, many = counts.most_common(1)[0]
-            odd = [r for r, value in enumerate(column) if value and value != usual]
+            odd = [r for r, value in enumerate(column) if value not in (None, usual)]
             who = (
                 f"rank {', '.join(map(str, odd))} differs from the others"
                 if 2 * many > len(column)
                 else (f"ranks {', '.join(map(str, range(len(column))))} hold different values")
             )
-            since = (
-                f"they last agreed in step {self._agreed}"
-                if self._agreed >= 0
-                else "they never agreed"
-            )
+            agreed = min(self._agreed[p] for p, (i, _, _) in enumerate(self._parts) if i == index)
+            since = f"they last agreed in step {agreed}" if agreed >= 0 else "they never agreed"
             raise DriftError(
                 f"rank {comm.rank}: the ranks' weights have drifted apart, seen in step {step} (counted from 0): {who} in "
-                f"{name!r}, the first of {sum(len({row[i] for row in table}) > 1 for i in range(len(self._names)))} that "
+                f"{name!r}, the first of {sum(len({row[i] for row in table} - {None}) > 1 for i in range(len(self._names)))} that "
                 f"differ; {since}. Something outside the wrapper changed it: an optimizer step on one rank only, a "
                 "random in-place edit, a faulty device. Load the last good checkpoint on all ranks."
             )

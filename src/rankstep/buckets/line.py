@@ -109,6 +109,7 @@ class Line:
             averages=comm.averages,
         )
         self.hook: CommHook | None = None
+        self._unwritten: Callable[[], None] = lambda: None
         self.skips_unused = False
         self.looks_for_nonfinite = False
         self.silent = False
@@ -184,17 +185,33 @@ class Line:
             if bucket.state is BucketState.FILLING:
                 self.gather(bucket, step, touched, at_end=True)
             if bucket is self.last:
-                write_trailer()
+                self._write(write_trailer)
             self._launch(bucket, step, in_backward=False)
 
-    def launch_zeros(self, step: Step, write_trailer: Callable[[], None]) -> None:
-        """Give nothing in every bucket that has not left; gradients that are there stay as they are."""
+    def launch_zeros(
+        self, step: Step, write_trailer: Callable[[], None], *, parts: bool = True
+    ) -> None:
+        """Give nothing in every bucket that has not left.
+
+        Args:
+            step: Under way.
+            write_trailer: As in :meth:`launch_rest`.
+            parts: Gradients that are there stay as they are; False: those that lie in the buckets show the result.
+        """
         for bucket in self.buckets[step.next_bucket :]:
-            bucket.part_from_gradients()
+            if parts:
+                bucket.part_from_gradients()
             bucket.zero()
             if bucket is self.last:
-                write_trailer()
+                self._write(write_trailer)
             self._launch(bucket, step, in_backward=False)
+
+    def _write(self, write_trailer: Callable[[], None]) -> None:
+        """Write the trailer now, or under a user's hook once that is done: batched PowerSGD pads its buffer in place."""
+        if self.hook is None:
+            write_trailer()
+        else:
+            self._unwritten = write_trailer
 
     def _launch(self, bucket: Bucket, step: Step, *, in_backward: bool) -> None:
         is_last = bucket is self.last
@@ -240,6 +257,7 @@ class Line:
                 self.recorder(BucketWaited(self.number, bucket.spec.index, begun_ns, now))
         if self.hook is not None:
             # A hook may start collectives of its own from its futures: nothing of ours may run among them.
+            self._unwritten()
             with self.naming_failures(step):
                 self.comm.all_reduce(self.trailer.region).wait()
 

@@ -53,6 +53,8 @@ class Reducer(Collector):
         owner: Returns who is asked when the module has changed and told when a step ends; a weak reference, so that
             the wrapper dies with its last reference and its hooks go.
         exchange: What the ranks tell each other, with the drift alarm.
+        shows_joined: A rank that has run out under ``join`` sees the others' result in its gradients, as torch's does
+            with gradient_as_bucket_view; optimizers whose state is dealt to the ranks need it.
         weighing: The backward that runs is one of ``model.backward``, whose count is known.
         looking_for_unused: Around the place where parameters without a gradient are found, for profilers.
     """
@@ -72,6 +74,7 @@ class Reducer(Collector):
         self.looking_for_unused: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
         self.promise: StaticPromise | None = None
         self.weighing = False
+        self.shows_joined = False
         self._window: Window | None = None
         self._broken = ""
         self._missing: frozenset[int] = frozenset()
@@ -125,7 +128,11 @@ class Reducer(Collector):
                 with self.looking_for_unused():
                     line.launch_rest(step, self.firings.touched, lambda: self._write_trailer(mode))
             else:
-                line.launch_zeros(step, lambda: self._write_trailer(mode, gives=False))
+                line.launch_zeros(
+                    step,
+                    lambda: self._write_trailer(mode, gives=False),
+                    parts=not self.shows_joined,
+                )
             line.wait(step)
             rows = exchange.read(line.trailer, mode, self.reductions)
             step.second_round = any(row.late for row in rows)

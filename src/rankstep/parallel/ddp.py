@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from rankstep.collectives import Communicator
     from rankstep.parallel.optim import OptimizersInBackward
 
-_made = itertools.count()
+_made = itertools.count(1)
 
 
 class DistributedDataParallel(Upkeep):
@@ -152,7 +152,7 @@ class DistributedDataParallel(Upkeep):
             list(self._caps.cap_bytes) if bucket_cap_mb_list is not None else []
         )
         self._has_hook = False
-        self._delayed = [name for name, _ in delay_all_reduce_named_params or ()]
+        self._delayed = options.delayed_names(delay_all_reduce_named_params, everything)
         self._init_buffers = broadcast_buffers is not False
         self._connect(init_sync=init_sync)
 
@@ -161,7 +161,8 @@ class DistributedDataParallel(Upkeep):
         comm: Communicator = C10dCommunicator(self.process_group)
         everything = self._everything()
         trained = [(name, param) for name, param in everything if param.requires_grad]
-        wrapper = next(_made)
+        # Copies may be made on one rank only, and are not compared: they all have the number 0.
+        wrapper = next(_made) if init_sync else 0
         self._buffer_sync = Buffers(
             self.module, self.parameters_to_ignore, comm, self.broadcast_bucket_size
         )
@@ -186,6 +187,7 @@ class DistributedDataParallel(Upkeep):
         self.reducer.delayed = frozenset(self._delayed)
         self.reducer.owner = weakref.ref(self)
         self.reducer.skips_unused = self.skip_all_reduce_unused_params
+        self.reducer.shows_joined = self.gradient_as_bucket_view
         self.reducer.promise = StaticPromise(comm.rank) if self.static_graph else None
         self.reducer.looks_for_nonfinite = os.environ.get("RANKSTEP_REPORT_NONFINITE") == "1"
         if self.find_unused_parameters:
@@ -209,11 +211,15 @@ class DistributedDataParallel(Upkeep):
             if recorder is not None:
                 recorder(ForwardBegan(self.reducer.reductions, time.perf_counter_ns()))
             syncs = torch.is_grad_enabled() and self.require_backward_grad_sync
-            if not inside_backward():
-                self._enter(counts=torch.is_grad_enabled() and self.training)
+            outside = not inside_backward()
+            if outside:
+                self._enter(counts=False)
+            # Raises under join(throw_on_early_termination=True): such a forward is none, and is not counted.
             work = Join.notify_join_context(self)
             if work is not None:
                 work.wait()
+            if outside and torch.is_grad_enabled() and self.training:
+                self._enter(counts=True)
             self._sync_buffers_before_forward(live=True)
             if self._join_config.enable:
                 self._anyone_syncs(live=True)
@@ -331,19 +337,6 @@ class DistributedDataParallel(Upkeep):
             # Hooks may well leave the ranks different for a while (post-local SGD).
             self.reducer.exchange.alarm = None
 
-    def report_nonfinite(self, enabled: bool = True) -> None:
-        """Look for NaN and infinity in each rank's gradients before they are summed; warn once, on every rank.
-
-        The warning names the rank and the parameter, which nobody can tell any more after the sum. It costs one pass
-        over the gradients, and on a GPU a wait per bucket. ``RANKSTEP_REPORT_NONFINITE=1`` does the same from outside.
-
-        Args:
-            enabled: False stops looking.
-        """
-        self.reducer.looks_for_nonfinite = enabled
-        if self.reducer.line is not None:
-            self.reducer.line.looks_for_nonfinite = enabled
-
     # ---------------------------------------------------------------- uneven inputs
 
     def join(
@@ -390,9 +383,9 @@ class DistributedDataParallel(Upkeep):
     @contextlib.contextmanager
     def _active(self) -> Iterator[None]:
         """Let torch.compile split the module's graph at bucket boundaries, so that buckets leave before backward ends."""
-        before = torch.nn.parallel.DistributedDataParallel._active_ddp_module
-        torch.nn.parallel.DistributedDataParallel._active_ddp_module = self  # type: ignore[assignment]
+        before = torch.nn.parallel.distributed.DistributedDataParallel._active_ddp_module
+        torch.nn.parallel.distributed.DistributedDataParallel._active_ddp_module = self  # type: ignore[assignment]
         try:
             yield
         finally:
-            torch.nn.parallel.DistributedDataParallel._active_ddp_module = before
+            torch.nn.parallel.distributed.DistributedDataParallel._active_ddp_module = before

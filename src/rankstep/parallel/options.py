@@ -58,12 +58,29 @@ def check_arguments(check_reduction: bool, delayed: Any, param_to_hook: Any) -> 
         warnings.warn(
             "The check_reduction argument has no meaning and is kept for old code",
             FutureWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
     if (delayed is None) != (param_to_hook is None):
         raise ModelTypeError(
             "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
         )
+
+
+def delayed_names(delayed: Any, named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    """Names of the parameters to reduce behind all others.
+
+    Raises:
+        ModelTypeError: The module has no such parameter.
+    """
+    known = {name for name, _ in named}
+    names = [name for name, _ in delayed or ()]
+    for name in names:
+        if name not in known:
+            raise ModelTypeError(
+                f"delay_all_reduce_named_params names {name!r}, but the module has no such parameter; names are those "
+                "of module.named_parameters()"
+            )
+    return names
 
 
 def sparse_names(module: nn.Module, comm: Communicator) -> frozenset[str]:
@@ -138,7 +155,7 @@ def sync_buffers_wanted(broadcast_buffers: bool | None, forward_sync_buffers: bo
         message = "broadcast_buffers is deprecated, use forward_sync_buffers"
         if forward_sync_buffers is not None:
             message += "; both were given, broadcast_buffers is not used"
-        warnings.warn(message, FutureWarning, stacklevel=4)
+        warnings.warn(message, FutureWarning, stacklevel=3)
     if forward_sync_buffers is not None:
         return forward_sync_buffers
     return broadcast_buffers is not False

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.algorithms.join import Joinable
+from torch.nn.modules.batchnorm import _NormBase
 
 from rankstep.buckets.drift import DriftAlarm
 from rankstep.collectives import C10dCommunicator
@@ -49,6 +50,7 @@ class Upkeep(TorchSurface, Joinable):
     _caps: Caps
     _delayed: list[str]
     _init_buffers: bool
+    _has_hook: bool
     process_group: dist.ProcessGroup
     _authoritative_rank: int
     buffer_source: int
@@ -80,6 +82,19 @@ class Upkeep(TorchSurface, Joinable):
         trained: list[tuple[str, torch.Tensor]] = [(n, p) for n, p in everything if p.requires_grad]
         replicate.copy_from([p for _, p in trained if id(p) not in known], comm)
         return trained
+
+    def report_nonfinite(self, enabled: bool = True) -> None:
+        """Look for NaN and infinity in each rank's gradients before they are summed; warn once, on every rank.
+
+        The warning names the rank and the parameter, which nobody can tell any more after the sum. It costs one pass
+        over the gradients, and on a GPU a wait per bucket. ``RANKSTEP_REPORT_NONFINITE=1`` does the same from outside.
+
+        Args:
+            enabled: False stops looking.
+        """
+        self.reducer.looks_for_nonfinite = enabled
+        if self.reducer.line is not None:
+            self.reducer.line.looks_for_nonfinite = enabled
 
     def has_lost(self, params: Sequence[torch.Tensor]) -> bool:
         """Whether one of these parameters is no longer in the module."""
@@ -157,7 +172,16 @@ class Upkeep(TorchSurface, Joinable):
         versions: list[int | None] = [None] * len(named)
         if self._init_buffers and not self.forward_sync_buffers:
             # Buffers that are copied from rank 0 each step cannot drift; those that were copied only once may.
-            buffers = self._buffer_sync.named()
+            # Norms write their statistics where autograd's version counter does not see it.
+            statistics = {
+                id(buffer)
+                for part in self.module.modules()
+                if isinstance(part, _NormBase)
+                for buffer in part.buffers(recurse=False)
+            }
+            buffers = {
+                n: b for n, b in self._buffer_sync.named().items() if id(b) not in statistics
+            }
             named += buffers.items()
             versions += [buffer._version for buffer in buffers.values()]
         self.reducer.exchange.alarm = DriftAlarm(named, versions)
@@ -233,10 +257,10 @@ class Upkeep(TorchSurface, Joinable):
                 raise
         try:
             return getattr(self.module, name)
-        except AttributeError:
+        except AttributeError as error:
             raise AttributeError(
                 f"neither {type(self).__name__} nor the {type(self.module).__name__} in it has {name!r}"
-            ) from None
+            ) from error
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what lives in this process only; the copy connects itself to the default group again."""
@@ -257,4 +281,6 @@ class Upkeep(TorchSurface, Joinable):
         self.process_group = C10dCommunicator().group
         self.logger = None
         self.__dict__.setdefault("require_forward_param_sync", True)
+        # A comm hook stays with the original, as in torch: the copy may have one of its own.
+        self._has_hook = False
         self._connect(init_sync=False)
