@@ -601,6 +601,8 @@ def leaves_alone(me, norm):
                 # Whoever loops again is told, too.
                 with pytest.raises(RankSkewError, match=text):
                     loop_of(me, wrapped, leaves_at)
+        # Who closes a group ends the waiting of the others by another error.
+        torch.distributed.barrier()
         torch.distributed.destroy_process_group(group)
 
 
