@@ -203,6 +203,29 @@ def test_torchs_hooks_give_torchs_bits(ranks):
             assert kinds == ["else"] * STEPS, name
 
 
+@mock.patch.object(powerSGD_hook, "_orthogonalize", orthogonalize_also_one)
+def padded(me):
+    """The batched hook pads the buffer in place, here by more than lies behind it, so that its memory moves."""
+    torch.manual_seed(3)
+    model = nn.Linear(101, 100, bias=False)
+    runs = [kind(copy.deepcopy(model)) for kind in (Ours, Torchs)]
+    for run in runs:
+        HOOKS["batched power"](run)
+    history = []
+    for step in range(7):
+        x = torch.randn(4, 101, generator=torch.Generator().manual_seed(10 * step + me.rank))
+        for run in runs:
+            run.zero_grad()
+            run(x).square().sum().backward()
+        assert_bitwise_equal(grads_of(runs[0]), grads_of(runs[1]))
+        history.append(grads_of(runs[0]))
+    return history
+
+
+def test_a_hook_that_pads_its_buffer_in_place(ranks):
+    assert_same_on_all(ranks(2).run(padded))
+
+
 def fp16_by_hand(me):
     """What the fp16 hook must give, computed from the ranks' own gradients."""
     model = build("MLP 2")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -130,22 +131,23 @@ def test_marks_joins_and_a_forward_that_is_replaced(ranks):
     assert_close_to(outcomes[0], whole(5), rel=1e-5)
 
 
-def name_replaced(me):
+def name_replaced(me, places):
     """The class looked up by name at call time, and replaced there for a while."""
-    original = torch.nn.parallel.DistributedDataParallel
-    torch.nn.parallel.DistributedDataParallel = Ours
-    try:
+    modules = [torch.nn.parallel, torch.nn.parallel.distributed]
+    with contextlib.ExitStack() as stack:
+        for module in modules[:places]:
+            stack.enter_context(mock.patch.object(module, "DistributedDataParallel", Ours))
         run = torch.nn.parallel.DistributedDataParallel(build("MLP 1", torch.float64))
         assert isinstance(run, torch.nn.parallel.DistributedDataParallel)
         loss_of(run, *part(me, 0)).backward()
-    finally:
-        torch.nn.parallel.DistributedDataParallel = original
-    assert isinstance(run, original)
+    assert isinstance(run, Torchs)
+    assert type(run) is Ours
     return grads_of(run)
 
 
-def test_the_class_under_torchs_name(ranks):
-    for grads in ranks(2).run(name_replaced):
+@pytest.mark.parametrize("places", [1, 2])
+def test_the_class_under_torchs_name(ranks, places):
+    for grads in ranks(2).run(name_replaced, places):
         assert_close_to(grads, whole(0), rel=1e-13)
 
 

@@ -119,7 +119,6 @@ class Bucket:
         in_pack = set(packed)
         self.large = {i for place, i in enumerate(spec.params) if place not in in_pack}
         self._dtype = specs[spec.params[0]].dtype if spec.params else spec.dtype
-        self._storage = self.flat.untyped_storage().data_ptr()
         self.scale = 1.0
         self._comm = comm
         self._work: Pending | None = None
@@ -143,6 +142,9 @@ class Bucket:
                 new = grad_view(self.flat, self.spec.offsets[place], self._specs[place])
                 self.views[place] = self.view_of[self.spec.params[place]] = new
         self._packed_views = [self.views[place] for place in self._packed_places]
+        # A hook that grew the buffer has moved all of it.
+        self._addresses = [view.data_ptr() for view in self.views]
+        self._packed_addresses = [self._addresses[place] for place in self._packed_places]
 
     def put(self, grad: torch.Tensor, view: torch.Tensor) -> None:
         """Write one gradient, divided as the collective needs it, into its view."""
@@ -311,13 +313,11 @@ class Bucket:
         """Give every parameter its view of the reduced buffer as ``.grad``.
 
         Raises:
-            RuntimeError: The module was converted: parameters have another dtype, and conversion takes ``.grad``, which is
-                the view itself, out of the buffer. Whole modules are converted as a rule, so one stands for all.
+            RuntimeError: The module was converted, so that parameters have another dtype. Whole modules are converted as
+                a rule, so one stands for all.
         """
-        if self.views:
-            param, view = self.params[0], self.views[0]
-            if param.dtype != self._dtype or view.untyped_storage().data_ptr() != self._storage:
-                raise RuntimeError(f"a gradient of {self._dtype} for a parameter of {param.dtype}")
+        if self.params and self.params[0].dtype != self._dtype:
+            raise RuntimeError(f"a gradient of {self._dtype} for {self.params[0].dtype}")
         for param, view in zip(self.params, self.views, strict=True):
             param.grad = view
 

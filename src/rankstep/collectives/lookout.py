@@ -61,7 +61,8 @@ class Lookout:
     """
 
     def __init__(self, group: dist.ProcessGroup, carrier: Any = None) -> None:
-        self._group = group
+        # Weak, because twins are kept as long as their group lives, and no longer.
+        self._group: weakref.ref[Any] = weakref.ref(group)
         self._carrier = group if carrier is None else carrier
         self._rank: int = group.rank()
         self._world_size: int = group.size()
@@ -79,7 +80,8 @@ class Lookout:
         Raises:
             RankSkewError: Another rank has been waiting in another place, too, for a while, or will not come.
         """
-        watchers = _watchers.get(self._group, ())
+        group = self._group()
+        watchers = [] if group is None else _watchers.get(group, [])
         try:
             for watcher in watchers:
                 watcher.look()
@@ -143,7 +145,7 @@ class Lookout:
             return {}
 
     def _store(self) -> Any:
-        return dist.distributed_c10d._get_process_group_store(self._group)
+        return dist.distributed_c10d._get_process_group_store(self._group())  # type: ignore[arg-type]  # None: a KeyError
 
     @staticmethod
     def _key(rank: int) -> str:

@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
 _made = itertools.count(1)
 
+# Kept, since libraries put other classes, ours among them, in the place of torch's name.
+_known_to_compiler = torch.nn.parallel.DistributedDataParallel
+
 
 class DistributedDataParallel(Upkeep):
     """Trains one module on many processes as if they were one.
@@ -383,9 +386,9 @@ class DistributedDataParallel(Upkeep):
     @contextlib.contextmanager
     def _active(self) -> Iterator[None]:
         """Let torch.compile split the module's graph at bucket boundaries, so that buckets leave before backward ends."""
-        before = torch.nn.parallel.distributed.DistributedDataParallel._active_ddp_module
-        torch.nn.parallel.distributed.DistributedDataParallel._active_ddp_module = self  # type: ignore[assignment]
+        before = _known_to_compiler._active_ddp_module
+        _known_to_compiler._active_ddp_module = self  # type: ignore[assignment]
         try:
             yield
         finally:
-            torch.nn.parallel.distributed.DistributedDataParallel._active_ddp_module = before
+            _known_to_compiler._active_ddp_module = before
