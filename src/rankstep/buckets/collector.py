@@ -90,6 +90,7 @@ class Collector:
         self.specs = [
             ParamSpec.of(n, p, sparse=n in self._sparse) for n, p in zip(names, params, strict=True)
         ]
+        self.param_ids = {id(param) for param in params}
         self.firings = Firings(len(params))
         self._step.changed = False
         self.line: Line | None = None

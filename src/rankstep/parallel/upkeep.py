@@ -133,7 +133,7 @@ class Upkeep(TorchSurface, Joinable):
         """A parameter or submodule was assigned somewhere inside the module."""
         self._buffer_sync.forget()
         self.reducer.note_change()
-        known = {id(param) for param in self.reducer.params}
+        known = self.reducer.param_ids
         added = list(new.parameters()) if isinstance(new, nn.Module) else [new]
         self._hooks.watch_new(
             p for p in added if isinstance(p, nn.Parameter) and id(p) not in known
