@@ -59,7 +59,7 @@ FORBIDDEN = tuple(
         ("index", "-url"),
         ("find", "-links"),
         ("pythonho", "sted"),
-        ("pypi.org", "/simple"),
+        ("pypi", ".org/simple"),
     )
 )
 
