@@ -63,9 +63,29 @@ class NonFiniteGradientWarning(UserWarning):
     """A rank's gradient was NaN or infinite; names the rank and the parameter."""
 
 
+class SharedMemoryWarning(UserWarning):
+    """Ranks of one host cannot share memory, so their gradients go through sockets; says why."""
+
+
+class StoppedRankWarning(UserWarning):
+    """This rank waits for a process that a signal has stopped; it goes on when that one does."""
+
+
 class CountError(RankstepError, ValueError):
     """A count of samples or tokens that no gradient can be divided by."""
 
 
 class StaticGraphError(SyncError):
     """static_graph=True was promised, and another set of parameters was used."""
+
+
+class ShardedGradientError(RankstepError, RuntimeError):
+    """A gradient that is dealt to the ranks was to be read or changed as if it were whole; says how to get the whole one."""
+
+
+class CheckpointError(RankstepError, RuntimeError):
+    """A checkpoint cannot be written, or is damaged, foreign or of a newer format; says which, where and why."""
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint was passed over, and an older one taken; says which and why."""

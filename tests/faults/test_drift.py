@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 import os
@@ -15,7 +14,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from rankstep import DistributedDataParallel
 from rankstep.buckets.drift import DriftAlarm, bit_sum
-from rankstep.testing import assert_bitwise_equal, assert_same_on_all
+from rankstep.collectives.hub import Hub
+from rankstep.testing import assert_bitwise_equal, assert_same_on_all, noted_collectives
 
 WIDTH = 6
 # Small models are sampled in every eighth step, one tensor at a time: long enough to see all of them.
@@ -363,26 +363,11 @@ def test_the_switch_left_nothing_behind(ranks):
 
 def no_collective(me):
     """The checksum rides with the last bucket."""
-    called = []
-    kept = {name: vars(dist.ProcessGroup)[name] for name in ("allreduce", "allgather", "broadcast")}
-
-    def noting(name):
-        call = getattr(dist.ProcessGroup, name)
-
-        def noted(*args, **kwargs):
-            called.append(name)
-            return call(*args, **kwargs)
-
-        return noted
-
     run = DistributedDataParallel(net())
     assert train(run, me, range(1)) is None
-    with contextlib.ExitStack() as stack:
-        for name, method in kept.items():
-            stack.callback(setattr, dist.ProcessGroup, name, method)
-            setattr(dist.ProcessGroup, name, noting(name))
+    with noted_collectives(Hub) as called:
         assert train(run, me, range(1, 1 + ROUND)) is None
-    return called
+    return [each.name for each in called]
 
 
 def test_it_takes_no_collective(ranks):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 from unittest import mock
@@ -22,53 +21,17 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.nn.parallel import DistributedDataParallel as Torchs
 
 from rankstep import DistributedDataParallel as Ours
+from rankstep.collectives.hub import Hub
 from rankstep.testing import (
     assert_bitwise_equal,
     assert_close_to,
     assert_same_on_all,
     first_difference,
+    noted_collectives,
 )
 
 # About 2 KiB: several buckets in the models here.
 SMALL = 0.002
-COLLECTIVES = (
-    "allreduce",
-    "broadcast",
-    "allgather",
-    "_allgather_base",
-    "reduce_scatter",
-    "alltoall",
-    "barrier",
-    "send",
-    "recv",
-)
-
-
-@contextlib.contextmanager
-def counted():
-    """Collect the names of all calls that this process makes on any process group."""
-    called = []
-    # From the class itself: what getattr gives for a method written in C++ binds to nothing when it is put back.
-    kept = {name: vars(dist.ProcessGroup)[name] for name in COLLECTIVES}
-
-    def noting(name):
-        call = getattr(dist.ProcessGroup, name)
-
-        def noted(*args, **kwargs):
-            called.append((name, args[1:]))
-            return call(*args, **kwargs)
-
-        return noted
-
-    for name in COLLECTIVES:
-        setattr(dist.ProcessGroup, name, noting(name))
-    try:
-        yield called
-    finally:
-        for name, method in kept.items():
-            setattr(dist.ProcessGroup, name, method)
-
-
 # ---------------------------------------------------------------- torch's own hooks
 
 
@@ -429,9 +392,9 @@ def collectives(me):
             HOOKS[name](run)
         for step in range(4):
             run.zero_grad()
-            with counted() as called:
+            with noted_collectives(Hub) as called:
                 loss_of(run, *share(batch("MLP 1", 2, step), me.rank)).backward()
-        steps[name] = [kind for kind, _ in called], len(run.reducer.buckets)
+        steps[name] = [each.name for each in called], len(run.reducer.buckets)
     return steps
 
 
@@ -450,10 +413,9 @@ def size_of_the_extra_one(me):
     run.register_comm_hook(None, debugging_hooks.noop_hook)
     for step in range(3):
         loss_of(run, *share(batch("MLP 1", 2, step), me.rank)).backward()
-    with counted() as called:
+    with noted_collectives(Hub) as called:
         loss_of(run, *share(batch("MLP 1", 2, 3), me.rank)).backward()
-    sizes = [sum(tensor.numel() for tensor in tensors) for _, (tensors, *_) in called]
-    return sizes, sum(param.numel() for param in run.parameters())
+    return [each.numel for each in called], sum(param.numel() for param in run.parameters())
 
 
 def test_the_additional_all_reduce_is_small(ranks):

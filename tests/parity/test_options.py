@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 import warnings
@@ -17,49 +16,16 @@ from torch.nn.parallel import DistributedDataParallel as Torchs
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from rankstep import DistributedDataParallel as Ours
+from rankstep.collectives.hub import Hub
 from rankstep.testing import (
     assert_bitwise_equal,
     assert_close_to,
     assert_same_on_all,
     first_difference,
+    noted_collectives,
 )
 
 SMALL = 0.002
-COLLECTIVES = (
-    "allreduce",
-    "broadcast",
-    "allgather",
-    "_allgather_base",
-    "reduce_scatter",
-    "barrier",
-)
-
-
-@contextlib.contextmanager
-def counted():
-    """Collect the names of all calls that this process makes on any process group."""
-    called = []
-    # From the class itself: what getattr gives for a method written in C++ binds to nothing when it is put back.
-    kept = {name: vars(dist.ProcessGroup)[name] for name in COLLECTIVES}
-
-    def noting(name):
-        call = getattr(dist.ProcessGroup, name)
-
-        def noted(*args, **kwargs):
-            called.append(name)
-            return call(*args, **kwargs)
-
-        return noted
-
-    for name in COLLECTIVES:
-        setattr(dist.ProcessGroup, name, noting(name))
-    try:
-        yield called
-    finally:
-        for name, method in kept.items():
-            setattr(dist.ProcessGroup, name, method)
-
-
 # ---------------------------------------------------------------- the signature
 
 
@@ -450,11 +416,11 @@ def without_init_sync(me):
     model = CNN(batch_norm=True)
     if me.rank == 1:
         model.norm1.running_mean.fill_(3.0)
-    with counted() as called:
+    with noted_collectives(Hub) as called:
         run = Ours(model, init_sync=False)
-    with counted() as otherwise:
+    with noted_collectives(Hub) as otherwise:
         Ours(CNN(batch_norm=True))
-    return called, set(otherwise), float(run.module.norm1.running_mean[0])
+    return called, {each.name for each in otherwise}, float(run.module.norm1.running_mean[0])
 
 
 def test_without_init_sync_construction_talks_to_nobody(ranks):
@@ -493,7 +459,7 @@ def skipping(me, skip):
         run.zero_grad()
         x = rows(me.rank, step)
         out = run(x, used) if used else model.stem(x)
-        with counted() as called:
+        with noted_collectives(Hub) as called:
             out.sum().backward()
         wanted = Heads().double()
         for rank in range(2):
@@ -508,7 +474,7 @@ def skipping(me, skip):
         assert [n for n, g in grads_of(run).items() if g is None] == [
             n for n, g in grads_of(wanted).items() if g is None
         ]
-        steps.append(called.count("allreduce"))
+        steps.append([each.name for each in called].count("allreduce"))
     return steps, len(run.reducer.buckets)
 
 

@@ -1,4 +1,4 @@
-"""Both communicators do what the protocol says, and the plain one is a fair oracle for the fast one."""
+"""All communicators do what the protocol says, and the plain one is a fair oracle for the fast ones."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rankstep.collectives import C10dCommunicator, SendRecvCommunicator
+from rankstep.collectives import C10dCommunicator, HostCommunicator, SendRecvCommunicator
 from rankstep.testing import assert_bitwise_equal, assert_close_to, assert_same_on_all
 
-KINDS = (C10dCommunicator, SendRecvCommunicator)
+KINDS = (C10dCommunicator, HostCommunicator, SendRecvCommunicator)
 CPU = torch.device("cpu")
 
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from rankstep import DistributedDataParallel
 from rankstep.collectives import C10dCommunicator
 from rankstep.errors import CommunicationError, DataError, ModelError
-from rankstep.parallel import sync_batchnorm
+from rankstep.parallel import ddp, sync_batchnorm
 from rankstep.parallel.sync_batchnorm import SyncBatchNorm
 from rankstep.testing import assert_bitwise_equal, assert_close_to, assert_same_on_all
 
@@ -308,12 +308,12 @@ def test_buckets_and_statistics_do_not_meet(ranks):
 
 
 def in_the_buckets_group(me):
-    before = sync_batchnorm.twin_of
-    sync_batchnorm.twin_of = lambda group, *_: C10dCommunicator(group)
+    before = sync_batchnorm.twin_of, ddp.communicator_for
+    sync_batchnorm.twin_of = ddp.communicator_for = lambda group, *_: C10dCommunicator(group)
     try:
         many_buckets(me, rechecks=False)
     finally:
-        sync_batchnorm.twin_of = before
+        sync_batchnorm.twin_of, ddp.communicator_for = before
 
 
 def test_in_one_group_they_would_meet(ranks):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +12,12 @@ from rankstep.collectives.lookout import Lookout, watched
 
 if TYPE_CHECKING:
     from rankstep.collectives.communicator import Pending
+    from rankstep.collectives.direct import Direct
+
+SMALL_BYTES = 64 * 1024
+"""An all-gather of less is left to gloo: it is one message for each rank either way."""
+
+_CPU = torch.device("cpu")
 
 
 class _Done:
@@ -46,6 +53,9 @@ class C10dCommunicator:
         # Only NCCL is known to average in one pass without first rounding each rank's part.
         self.averages = self.name == "nccl"
         self.host_waits = self.name != "nccl"
+        # Weak, because a twin's communicator is kept as long as the group that it is known as.
+        self._known_as = weakref.ref(known_as or self.group)
+        self._direct: Direct | None = None
         self._marks = Lookout(known_as or self.group, self.group)
         self._lookout = self._marks if self.host_waits and self.world_size > 1 else None
         self._sum = dist.AllreduceOptions()
@@ -63,12 +73,49 @@ class C10dCommunicator:
         return watched(self.group.allreduce([tensor], self._sum), self._lookout)
 
     def reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor]) -> Pending:
-        """Start a reduce-scatter of equal parts."""
+        """Start a sum of part r on rank r; by direct exchange on gloo, which has only an emulation."""
+        direct = self.direct() if output.device.type == "cpu" else None
+        if direct is not None:
+            own = inputs[self.rank]
+            return direct.reduce_scatter(inputs, None if _same(output, own) else output)
+        if self.world_size == 1:
+            output.copy_(inputs[0])
+            return _DONE
         return watched(self.group.reduce_scatter(output, inputs), self._lookout)
 
     def all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Pending:
-        """Start an all-gather of equal parts."""
+        """Start an all-gather; a big one, or one of unequal parts, by direct exchange on gloo."""
+        equal = all(output.numel() == tensor.numel() for output in outputs)
+        small = equal and self.world_size * tensor.nbytes < SMALL_BYTES
+        direct = self.direct() if tensor.device.type == "cpu" and not small else None
+        if direct is not None:
+            if not _same(outputs[self.rank], tensor):
+                outputs[self.rank].copy_(tensor)
+            return direct.all_gather(outputs)
         return watched(self.group.allgather([outputs], [tensor]), self._lookout)
+
+    def direct(self) -> Direct | None:
+        """Direct exchange among these ranks; None where it cannot be had. The first call is collective."""
+        if self._direct is None and self.world_size > 1 and self.can_go_direct(_CPU):
+            from rankstep.collectives.direct import Direct, lane_of
+
+            self._direct = Direct(lane_of(self._known_as()), self._marks)
+        return self._direct
+
+    def can_go_direct(self, device: torch.device) -> bool:
+        """Whether tensors of ``device`` can be sent by direct exchange: from CPU to CPU, by gloo."""
+        from rankstep.collectives.twin import backend_of, store_of
+
+        group = self._known_as()
+        if device.type != "cpu" or store_of(group) is None:
+            return False
+        backend = backend_of(group, "cpu")
+        return backend is not None and backend.name() == "gloo"
+
+    @property
+    def one_host(self) -> bool:
+        """Whether nothing has to be sent, since there is one rank or all share memory; collective as the first use is."""
+        return self.world_size == 1
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Pending:
         """Start a broadcast from group rank ``src``."""
@@ -76,6 +123,14 @@ class C10dCommunicator:
         options.rootRank = src
         options.rootTensor = 0
         return watched(self.group.broadcast([tensor], options), self._lookout)
+
+    def shared(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:  # noqa: ARG002 - the protocol's
+        """None: a process group has no memory that all its ranks see."""
+        return None
+
+    def barrier(self) -> Pending:
+        """Start to meet."""
+        return _DONE if self.world_size == 1 else watched(self.group.barrier(), self._lookout)
 
     def at(self, place: str, what: str) -> None:
         """Where this rank waits next, should it take long."""
@@ -87,3 +142,7 @@ class C10dCommunicator:
 
     def __repr__(self) -> str:
         return f"C10dCommunicator({self.name}, rank {self.rank} of {self.world_size})"
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr()

@@ -45,13 +45,25 @@ class Communicator(Protocol):
         """Start summing (or averaging, see ``averages``) ``tensor`` over all ranks, in place."""
 
     def reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor]) -> Pending:
-        """Start summing ``inputs[r]`` over all ranks into rank r's ``output``."""
+        """Start summing (never averaging) ``inputs[r]`` over all ranks into rank r's ``output``.
+
+        Parts may differ in size, and ``output`` may be this rank's own input.
+        """
 
     def all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Pending:
-        """Start copying every rank's ``tensor`` into ``outputs``, in rank order."""
+        """Start copying every rank's ``tensor`` into ``outputs``, in rank order.
+
+        Parts may differ in size, and ``tensor`` may be this rank's own output.
+        """
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Pending:
         """Start overwriting ``tensor`` with that of group rank ``src``."""
+
+    def shared(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Zero-filled memory that all ranks read and write; None where there is none. Collective."""
+
+    def barrier(self) -> Pending:
+        """Start to meet: the wait ends when all ranks have come here."""
 
     def at(self, place: str, what: str) -> None:
         """Say where this rank waits next: ``place``, equal on all ranks that wait there, for ``what``, for people."""

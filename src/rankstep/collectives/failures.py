@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING
 from rankstep.errors import CommunicationError, SyncError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from rankstep.collectives.communicator import Communicator
+
+explain: list[Callable[[], str]] = []
+"""Who may know, at once, why a collective has failed: asked in turn until one returns more than an empty text."""
 
 
 @contextlib.contextmanager
@@ -32,11 +35,15 @@ def naming_failure(comm: Communicator, place: str, what: str) -> Iterator[None]:
     except SyncError:
         raise
     except RuntimeError as error:
-        absent = comm.absent()
-        who = "A rank has ended or cannot be reached"
-        if absent:
-            ranks = ("rank " if len(absent) == 1 else "ranks ") + ", ".join(map(str, absent))
-            who = f"{ranks} did not come: ended, or standing elsewhere"
-        raise CommunicationError(
-            f"rank {comm.rank}: {what} failed: {error}. {who}. The first error among the ranks' outputs says why."
-        ) from error
+        who = next((text for ask in explain if (text := ask())), "")
+        if not who:
+            who = f"{_missing(comm)}. The first error among the ranks' outputs says why"
+        raise CommunicationError(f"rank {comm.rank}: {what} failed: {error}. {who}.") from error
+
+
+def _missing(comm: Communicator) -> str:
+    absent = comm.absent()
+    if not absent:
+        return "A rank has ended or cannot be reached"
+    ranks = ("rank " if len(absent) == 1 else "ranks ") + ", ".join(map(str, absent))
+    return f"{ranks} did not come: ended, or standing elsewhere"

@@ -4,6 +4,9 @@ Nothing is read or written while collectives end in good time. A rank that has w
 the group's store saying where it stands. Two ranks that keep standing in two different places wait for each other for
 ever, so both raise; ranks that compute, load data or save a checkpoint leave no mark and are simply waited for.
 
+The guard above (``rankstep.doctor``) knows more: what other ranks' programs are doing, and which ones have ended. What it
+finds is put into :data:`news`, and whoever waits raises it.
+
 Whoever raises here leaves a collective unfinished. Closing a gloo group waits for such ones, and their other ranks may
 never come, so the group is kept for good: the process must be able to end.
 """
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import time
 import weakref
 from datetime import timedelta
@@ -19,16 +23,44 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 
-from rankstep.errors import RankSkewError
+from rankstep.errors import RankSkewError, SyncError, WorldError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rankstep.collectives.communicator import Pending
 
-ALARM_S = 5.0
+ALARM_VARIABLE = "RANKSTEP_GUARD_ALARM"
+
+
+def read_seconds(variable: str, default: float | None) -> float | None:
+    """A positive number of seconds from the environment; ``default`` where there is none.
+
+    Raises:
+        WorldError: It is something else.
+    """
+    text = os.environ.get(variable, "").strip()
+    if not text:
+        return default
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise WorldError(
+            f"{variable}={text}: it must be a number of seconds above 0. Next: correct it, or leave it out."
+        )
+    return seconds
+
+
+ALARM_S: float = read_seconds(ALARM_VARIABLE, 5.0) or 5.0
 """So long a wait is usual nowhere but behind a slow step, which is no alarm either."""
 
-CONFIRM_S = 2.0
+CONFIRM_S = min(2.0, ALARM_S)
 """Both ranks must still stand where they stood after this."""
+
+LOOK_S = 0.5
+"""How often a wait inside the backend is taken up again, to hear the news."""
 
 PATIENCE_S = 1.5
 """After a failure: ranks that wait for the same dead one see their own failure within a fraction of this."""
@@ -43,6 +75,21 @@ class Watcher(Protocol):
     def heard(self, error: RankSkewError) -> None:
         """A wait has been given up."""
 
+
+class Board:
+    """What the guard tells those who wait in this process.
+
+    Attributes:
+        news: Makes the error that a wait must end with, from this rank's number and what it waits for; None: wait on.
+        latest: The lookout that was told last where its rank waits.
+    """
+
+    def __init__(self) -> None:
+        self.news: Callable[[int, str], SyncError] | None = None
+        self.latest: Lookout | None = None
+
+
+board = Board()
 
 _watchers: weakref.WeakKeyDictionary[Any, list[Watcher]] = weakref.WeakKeyDictionary()
 
@@ -73,6 +120,27 @@ class Lookout:
     def at(self, place: str, what: str) -> None:
         """This rank waits next in ``place``, the same text on all ranks that wait there, for ``what``."""
         self._mark = {"place": place, "what": what}
+        board.latest = self
+
+    @property
+    def mark(self) -> dict[str, str]:
+        """Where this rank waits, or waited last."""
+        return self._mark
+
+    @property
+    def group(self) -> Any:
+        """The ranks; None once they are gone."""
+        return self._group()
+
+    def hear(self) -> None:
+        """Raise the guard's news, if there are any.
+
+        Raises:
+            SyncError: This wait can never end; says why.
+        """
+        if board.news is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._carrier))
+            raise board.news(self._rank, self._mark["what"])
 
     def waited_long(self) -> None:
         """Leave a mark and look for those of the others.
@@ -107,6 +175,20 @@ class Lookout:
                 f"rank {self._rank}: the ranks wait for each other in different places: {places}. Some rank skipped, "
                 "repeated or added a step or a forward that the others did not; every rank must take the same."
             )
+
+    def give_up(self, error: SyncError) -> None:
+        """Tell the ranks whose waits this one breaks why it does so."""
+        self._mark = {**self._mark, "gave_up": str(error)}
+        self._look()
+
+    def given_up(self) -> RankSkewError | None:
+        """After a failure: whether another rank broke this rank's wait because the ranks had got out of step."""
+        for rank, mark in self._look().items():
+            if rank != self._rank and "gave_up" in mark:
+                return RankSkewError(
+                    f"rank {self._rank}: rank {rank} gave up waiting: {mark['gave_up']}"
+                )
+        return None
 
     def came_through(self) -> None:
         """The wait is over: take the mark away."""
@@ -168,15 +250,17 @@ class WatchedWork:
 
     def wait(self) -> object:
         """Return when the result is there."""
-        limit = timedelta(seconds=ALARM_S)
+        due_s = time.monotonic() + ALARM_S
         while True:
             try:
-                done = self._work.wait(limit)
+                done = self._work.wait(timedelta(seconds=min(LOOK_S, ALARM_S)))
             except RuntimeError:
                 if self._work.is_completed():
                     raise
-                self._lookout.waited_long()
-                limit = timedelta(seconds=CONFIRM_S)
+                self._lookout.hear()
+                if time.monotonic() >= due_s:
+                    self._lookout.waited_long()
+                    due_s = time.monotonic() + CONFIRM_S
             else:
                 self._lookout.came_through()
                 return done

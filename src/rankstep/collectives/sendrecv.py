@@ -99,6 +99,14 @@ class SendRecvCommunicator:
             works = [self.group.recv([tensor], src, self._tag)]
         return _Exchange(works, lambda: None, [tensor])
 
+    def shared(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:  # noqa: ARG002 - the protocol's
+        """None: messages share no memory."""
+        return None
+
+    def barrier(self) -> Pending:
+        """Everybody sends everybody a word."""
+        return self.all_reduce(torch.zeros(1))
+
     def at(self, place: str, what: str) -> None:
         """Not kept: this communicator looks for nobody."""
 

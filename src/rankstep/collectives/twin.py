@@ -58,7 +58,7 @@ def _made(group: Any, purpose: str, device: torch.device) -> Any:
     store = store_of(group)
     if store is None:
         return None
-    backends = {kind: _backend(group, kind) for kind in ("cpu", "cuda")}
+    backends = {kind: backend_of(group, kind) for kind in ("cpu", "cuda")}
     mine = backends.get(device.type)
     kind = mine.name() if mine is not None else {"cpu": "gloo"}.get(device.type)
     if kind not in ("gloo", "nccl"):
@@ -68,7 +68,7 @@ def _made(group: Any, purpose: str, device: torch.device) -> Any:
     # The number lives in the store, so that after a restart all ranks count from the same place.
     number = store.add(f"{place}/{rank}", 1)
     own = dist.PrefixStore(f"{place}/{number}", store)  # type: ignore[attr-defined]
-    timeout = _timeout(*backends.values())
+    timeout = timeout_of(group)
     if kind == "gloo":
         return dist.ProcessGroupGloo(own, rank, size, timeout=timeout)
     options = dist.ProcessGroupNCCL.Options()
@@ -76,17 +76,18 @@ def _made(group: Any, purpose: str, device: torch.device) -> Any:
     return dist.ProcessGroupNCCL(own, rank, size, options)
 
 
-def _backend(group: Any, kind: str) -> Any:
+def backend_of(group: Any, kind: str) -> Any:
+    """The group's backend for tensors on ``kind``; None if it has none."""
     try:
         return group._get_backend(torch.device(kind))
     except (RuntimeError, AttributeError):
         return None
 
 
-def _timeout(*backends: Any) -> timedelta:
-    found = [
-        backend.options._timeout
-        for backend in backends
-        if hasattr(getattr(backend, "options", None), "_timeout")
-    ]
-    return found[0] if found else dist.default_pg_timeout
+def timeout_of(group: Any) -> timedelta:
+    """How long a collective of the group may take; torch's default where the group does not say."""
+    for backend in (backend_of(group, kind) for kind in ("cpu", "cuda")):
+        limit: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
+        if limit is not None:
+            return limit
+    return dist.default_pg_timeout

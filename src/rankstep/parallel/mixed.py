@@ -52,6 +52,8 @@ class CastingCommunicator:
         self.reduce_scatter = inner.reduce_scatter
         self.all_gather = inner.all_gather
         self.broadcast = inner.broadcast
+        self.shared = inner.shared
+        self.barrier = inner.barrier
         self.absent = inner.absent
         self.at = inner.at
 

@@ -8,6 +8,7 @@ from rankstep.testing.asserts import (
     assert_same_on_all,
     first_difference,
 )
+from rankstep.testing.calls import Called, noted_collectives
 from rankstep.testing.fakes import (
     Collective,
     DelayedCommunicator,
@@ -19,6 +20,7 @@ from rankstep.testing.ranks import Call, RankPool, close_pools, get_pool
 
 __all__ = [
     "Call",
+    "Called",
     "Collective",
     "DelayedCommunicator",
     "FailingCommunicator",
@@ -35,4 +37,5 @@ __all__ = [
     "close_pools",
     "first_difference",
     "get_pool",
+    "noted_collectives",
 ]

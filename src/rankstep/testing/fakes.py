@@ -44,6 +44,8 @@ class _Communicator(Protocol):
     def reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor]) -> _Pending: ...
     def all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> _Pending: ...
     def broadcast(self, tensor: torch.Tensor, src: int) -> _Pending: ...
+    def shared(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None: ...
+    def barrier(self) -> _Pending: ...
     def at(self, place: str, what: str) -> None: ...
     def absent(self) -> list[int]: ...
 
@@ -142,6 +144,14 @@ class RecordingCommunicator:
         tensor.copy_(everyone[src])
         return pending
 
+    def shared(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:  # noqa: ARG002 - the protocol's
+        """None: the other ranks are made up."""
+        return None
+
+    def barrier(self) -> _Pending:
+        """Meet nobody."""
+        return self._start(Collective("barrier", 0, torch.uint8), torch.empty(0))[0]
+
     def at(self, place: str, what: str) -> None:
         """Not kept: nobody waits here."""
 
@@ -197,6 +207,14 @@ class _Wrapper:
     def broadcast(self, tensor: torch.Tensor, src: int) -> _Pending:
         """Do as the inner communicator."""
         return self._call([], [tensor], lambda _, out: self._inner.broadcast(out[0], src))
+
+    def shared(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Ask the inner one."""
+        return self._inner.shared(numel, dtype)
+
+    def barrier(self) -> _Pending:
+        """Do as the inner communicator."""
+        return self._call([], [], lambda _into, _out: self._inner.barrier())
 
     def at(self, place: str, what: str) -> None:
         """Pass it on."""
