@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from rankstep.cli.main import main
 from rankstep.explain import Job, JobError
-from rankstep.explain.job import as_job, load_job, split_spec
+from rankstep.explain.blame import calling, is_users, users_traceback
+from rankstep.explain.job import as_job, check_source, load_job, split_spec
 from rankstep.explain.measure.probe import probe
 from rankstep.explain.measure.stage import Stage
 
@@ -90,6 +91,9 @@ def test_a_job_that_is_not_there_is_named(spec, message):
         ("def job(size): pass\n", "cannot be called without arguments"),
         ("def job(): raise KeyError('weights')\n", "job.py:job raised KeyError: 'weights'"),
         ("def job(): pass\n", "returned NoneType, which is no job"),
+        ("def job(): return 1, 2\n", "returned a tuple of 2, which is no job"),
+        ("import sys\nsys.exit('usage: ...')\n", "ended the process with exit('usage: ...')"),
+        ("def job(): raise SystemExit\n", "job.py:job ended the process with exit(None)"),
     ],
 )
 def test_a_job_file_that_cannot_work_is_told_why(source, message, tmp_path, monkeypatch):
@@ -98,6 +102,54 @@ def test_a_job_file_that_cannot_work_is_told_why(source, message, tmp_path, monk
     with pytest.raises(JobError) as caught:
         load_job(str(tmp_path / "job.py:job"))
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (b"def job(:\n", "line 1"),
+        (b"if True:\njob\n", "IndentationError"),
+        (b"job = '\xff'\n", "no Python that can be imported"),
+        (b"job = 1\0\n", "null bytes"),
+    ],
+)
+def test_a_file_that_is_no_python_is_refused_before_a_rank_is_started(
+    source, message, tmp_path, capsys
+):
+    (tmp_path / "job.py").write_bytes(source)
+    assert main(["explain", str(tmp_path / "job.py:job")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("rankstep explain: job.py ")
+    assert message in error
+    assert "Traceback" not in error
+    assert "starting" not in error
+
+
+def test_a_file_that_is_python_is_not_run_for_that(tmp_path):
+    (tmp_path / "job.py").write_text("raise SystemError\n", encoding="utf-8")
+    check_source(str(tmp_path / "job.py"))
+
+
+def deep():
+    raise KeyError("weights")
+
+
+def test_a_users_traceback_has_no_frames_of_ours():
+    with pytest.raises(JobError) as caught:
+        calling("it", deep)
+    assert str(caught.value) == "it raised KeyError: 'weights'"
+    shown = users_traceback(caught.value.__cause__)
+    assert "in deep" in shown
+    assert "blame.py" not in shown
+    assert is_users(caught.value)
+
+
+def test_an_error_of_ours_is_no_users():
+    with pytest.raises(JobError) as caught:
+        split_spec("nowhere")
+    ours = caught.value.with_traceback(caught.tb.tb_next)
+    assert not is_users(ours)
+    assert users_traceback(ours).startswith("rankstep.explain.blame.JobError: ")
 
 
 class DistributedDataParallel(nn.Linear):
@@ -143,6 +195,10 @@ class Refusing(nn.Linear):
         raise TypeError("cannot be copied")
 
 
+def other_weights(params):
+    return torch.optim.SGD(nn.Linear(3, 1).parameters(), lr=1.0)
+
+
 def broken(samples):
     raise ValueError("cannot be collated")
 
@@ -152,6 +208,7 @@ def broken(samples):
     [
         ({"loss": lambda m, b: m(b)}, "returned a tensor of shape (2, 1)"),
         ({"loss": lambda m, b: 0.5}, "returned float"),
+        ({"loss": lambda m, b: m(b).mean() * 1j}, "returned a torch.complex64 scalar"),
         ({"loss": lambda m, b: m(b).mean().detach()}, "it has no graph"),
         ({"loss": lambda m, b: m(b).mean() * float("nan")}, "the loss of the first batch is nan"),
         ({"loss": lambda m, b: m(b).mean() * 0}, "is zero everywhere"),
@@ -160,6 +217,8 @@ def broken(samples):
         ({"model": Refusing(3, 1)}, "copying the model raised TypeError"),
         ({"optimizer": lambda params: None}, "optimizer(params) returned NoneType"),
         ({"optimizer": torch.optim.LBFGS}, "optimizer.step() raised"),
+        ({"optimizer": other_weights}, "with 2 parameters that it was not given"),
+        ({"loss": lambda m, b: m(b.to("nowhere"))}, "raised RuntimeError"),
     ],
 )
 def test_a_job_that_does_not_run_is_told_why(changed, message):
@@ -170,6 +229,7 @@ def test_a_job_that_does_not_run_is_told_why(changed, message):
 
 def test_a_job_that_runs_passes_the_probe():
     assert probe(stage()) > 0
+    assert probe(stage(optimizer=lambda params: torch.optim.SGD(list(params)[:1], lr=1.0))) > 0
     assert probe(stage(optimizer=torch.optim.SGD)) > 0
 
 
@@ -180,6 +240,10 @@ def test_a_job_that_runs_passes_the_probe():
         (["--steps", "1"], "--steps 1"),
         (["--tensors", "0"], "--tensors 0"),
         (["--seed", "-1"], "--seed -1"),
+        (["--seconds", "0"], "--seconds 0"),
+        (["--seconds", "nan"], "--seconds nan"),
+        (["--device", "cuda", "--nproc-per-node", "999"], "--device cuda: PyTorch has"),
+        (["--html", "same", "--json", "./same"], "name the same file"),
         (["--json", "nowhere/numbers.json"], "nowhere/numbers.json: cannot write there"),
         (["--html", "."], "cannot write there"),
         (["nowhere.py:job"], "there is no file nowhere.py"),

@@ -7,24 +7,33 @@ from __future__ import annotations
 import inspect
 import io
 import itertools
+import math
 import re
 import string
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from rankstep.explain import claims, numbers
 from rankstep.explain.blocks import (
-    Bar,
-    Bars,
+    Arrow,
+    Arrows,
+    Chain,
     Lane,
+    Lines,
+    Link,
+    Marks,
+    Nodes,
     Paragraph,
     Section,
+    Series,
     Span,
     Story,
     Timeline,
     Verdict,
 )
+from rankstep.explain.figures import WIDTH, chart, fan
 from rankstep.explain.measure import gradients
 from rankstep.explain.overlap import overlap, union
 from rankstep.explain.page import _code
@@ -70,6 +79,34 @@ def test_every_claim_and_every_cause_has_a_text():
     assert {f"cause.{name}" for name in found} == {
         key for key in ENGLISH if key.startswith("cause.")
     }
+
+
+def test_every_text_is_used():
+    """Keys that are put together when the story is told are known by their first words."""
+    folder = Path(claims.__file__).parent
+    source = "".join(
+        path.read_text("utf-8")
+        for path in [*folder.glob("*.py"), *folder.glob("*.jinja")]
+        if not path.name.startswith("texts_")
+    )
+    put_together = re.compile(
+        r"(progress|claim|cause)\.|\w+\.title$|world\.(before|after)$|gradients\.(mean|one|wrapper)$"
+        r"|whatif\.(per_parameter|after_backward|one_bucket|plan)$"
+    )
+    unused = [key for key in ENGLISH if f'"{key}"' not in source and f"'{key}'" not in source]
+    assert [key for key in unused if not put_together.match(key)] == []
+
+
+def test_the_excerpt_in_the_readme_is_what_would_be_printed():
+    text = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+    excerpt = text.partition("```text\n")[2].partition("```")[0].splitlines()
+    claimed = [re.sub(r"^  ✓ holds: |  \(.*\)$", "", line) for line in excerpt if "✓" in line]
+    titles = [line for line in excerpt if re.match(r"\d\. ", line)]
+    assert claimed
+    assert titles
+    assert set(claimed + titles) <= set(ENGLISH.values())
+    ways = {ENGLISH[f"whatif.{way}"] for way in ("per_parameter", "one_bucket", "plan")}
+    assert ways <= {re.split(r"\s{2,}", line.strip())[0] for line in excerpt}
 
 
 def test_there_is_no_third_language():
@@ -161,14 +198,106 @@ def test_a_timeline_is_drawn_to_scale():
     assert step.count("▓") == 1
 
 
-def test_bars_are_as_long_as_their_shares():
-    text = drawn(
-        Bars("caption", (Bar("one", 0.5, "1 %"), Bar("two", 1.0, "2 %"), Bar("no", 0, "0")))
-    )
-    counts = [line.count("█") for line in text if line.startswith(("  one", "  two", "  no"))]
+def test_bars_are_as_long_as_their_values():
+    first = Series("apart", (0.02, 0.04, 0.0), ("2 %", "4 %", "0"))
+    second = Series("together", (0.0, 0.0, 0.0), ("a", "b", "c"))
+    text = drawn(Lines("caption", ("one", "two", "no"), (first, second)))
+    rows = [line for line in text if line.startswith(("  one", "  two", "  no"))]
+    counts = [line.count("█") for line in rows]
     assert counts[1] > 20
     assert counts[0] == pytest.approx(counts[1] / 2, abs=1)
     assert counts[2] == 0
+    assert [line.rpartition(" ")[2] for line in rows] == ["a", "b", "c"]
+    assert "  caption: apart" in text
+
+
+def test_a_chain_shows_what_each_rank_has():
+    links = (Link("dataset"), Link("loss", ("L_0", "L_1")), Link("mean"))
+    assert [line for line in drawn(Chain("chain", ("rank 0", "rank 1"), links)) if line][1:] == [
+        "1. part",
+        "───────",
+        "  chain",
+        "    dataset",
+        "  → loss",
+        "      L_0   L_1",
+        "  → mean",
+        "the end",
+    ]
+
+
+def test_nodes_and_marks_are_rows():
+    nodes = Nodes("two", (("node 0", (("rank 0", "0 + 0"), ("rank 1", "0 + 1"))),))
+    marks = Marks("sums", (("before", ("aa", "bb")), ("after", ("aa", "aa"))))
+    text = drawn(nodes, marks)
+    assert "  node 0  [rank 0 = 0 + 0]   [rank 1 = 0 + 1]" in text
+    assert "  before  aa  bb" in text
+    assert "  after   aa  aa" in text
+
+
+def test_equal_marks_have_equal_colours():
+    marks = Marks("", (("before", ("aa", "bb")), ("after", ("aa", "aa"))))
+    written = io.StringIO()
+    show(story(marks), Console(file=written, width=60, force_terminal=True))
+    colours = re.findall(r"\x1b\[(\d+)m(?:aa|bb)", written.getvalue())
+    assert colours[0] != colours[1]
+    assert colours[0] == colours[2] == colours[3]
+
+
+def test_characters_draw_no_arrows():
+    assert drawn(Arrows("fan", (Arrow("mean", 1.0, 0.0),))) == drawn()
+
+
+def test_a_legend_breaks_between_its_parts():
+    parts = ["{flight} a bucket is in flight", "{step} a step", "{wait} it is waiting for all"]
+    text = drawn(Timeline("rank 0", 10, (Lane("a"),), "   ".join(parts)))
+    assert "  ━ a bucket is in flight   ▓ a step" in text
+    assert "  ░ it is waiting for all" in text
+
+
+def place(arrow, seen):
+    """Undo the drawing: give length and angle of a drawn arrow."""
+    dx, dy = arrow.x - seen.x, seen.y - arrow.y
+    return math.hypot(dx, dy) / seen.scale, math.degrees(math.atan2(dy, dx))
+
+
+def test_arrows_have_true_lengths_and_angles():
+    arrows = (Arrow("mean", 0.5, 0.0), Arrow("g_0", 1.0, 30.0), Arrow("g_1", 0.7, -120.0))
+    seen = fan(Arrows("", arrows))
+    for arrow, made in zip(arrows, seen.arrows, strict=True):
+        assert place(made, seen) == (pytest.approx(arrow.length), pytest.approx(arrow.degrees))
+        assert 0 <= made.x <= WIDTH
+        assert 0 <= made.y <= seen.height
+    assert place(seen.arrows[1], seen) != place(seen.arrows[2], seen)
+
+
+@pytest.mark.parametrize("length", [0.0, 1e-9, 1e9])
+def test_arrows_of_any_length_fit(length):
+    seen = fan(Arrows("", (Arrow("mean", length, 0.0), Arrow("g_0", length, 170.0))))
+    assert all(0 <= made.x <= WIDTH and 0 <= made.y <= seen.height for made in seen.arrows)
+
+
+def test_a_chart_is_drawn_to_scale():
+    first = Series("apart", (0.01, 0.03, 0.04), ("1", "3", "4"))
+    second = Series("together", (0.0, 0.0, 0.0), ("0", "0", "0"))
+    seen = chart(Lines("", ("1", "2", "3"), (first, second)))
+    apart, together = seen.lines
+    top = seen.heights[-1][0]
+    shares = [(seen.floor - dot.y) / (seen.floor - top) for dot in apart.dots]
+    assert shares == pytest.approx([0.25, 0.75, 1.0])
+    assert [dot.y for dot in together.dots] == [seen.floor] * 3
+    steps = [b.x - a.x for a, b in itertools.pairwise(apart.dots)]
+    assert steps[0] == pytest.approx(steps[1])
+    assert [shown for _, shown in seen.heights] == ["0", "2.0 %", "4.0 %"]
+
+
+def test_a_chart_of_nothing_is_flat():
+    seen = chart(Lines("", ("1",), (Series("a", (0.0,), ("0",)),)))
+    assert [dot.y for dot in seen.lines[0].dots] == [seen.floor]
+
+
+def test_bars_are_shares_of_the_longest():
+    assert numbers.shares([1.0, 4.0, None]) == (0.25, 1.0, 1.0)
+    assert numbers.shares([0.0, None]) == (0.0, 1.0)
 
 
 def test_a_claim_that_failed_is_told_with_its_cause():

@@ -7,13 +7,15 @@ import io
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from rankstep.explain.job import JobError, split_spec
+from rankstep.explain.blame import JobError
+from rankstep.explain.job import check_source
 from rankstep.explain.page import page
 from rankstep.explain.progress import Progress
 from rankstep.explain.request import Request
@@ -57,12 +59,15 @@ def main(words: list[str]) -> int:
         seed=args.seed,
         steps=args.steps,
         tensors=args.tensors,
+        seconds=args.seconds,
+        # Python and torch have been loading since before this line, and that takes a processor's time.
+        began=time.monotonic() - time.process_time(),
     )
     _check(request, [path for path in (args.html, args.json) if path is not None])
     progress = Progress(request)
     progress.show("start")
     try:
-        facts = run(request)
+        facts = run(request, progress.show)
     except RanksFailed as failed:
         return failed.code
     finally:
@@ -115,6 +120,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="T",
         help="tensors of the model of many small tensors (%(default)s)",
     )
+    add(
+        "--seconds",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="time for everything (%(default)g); where it is short, fewer single all-reduces are run, and the story says so",
+    )
     return parser
 
 
@@ -134,10 +146,23 @@ def _check(request: Request, paths: list[Path]) -> None:
         )
     if request.tensors < 1:
         raise JobError(f"--tensors {request.tensors}: take at least 1.")
+    if not request.seconds > 0:
+        raise JobError(f"--seconds {request.seconds:g}: take more than 0.")
+    if request.device == "cuda" and _device(request.ranks) != "cuda":
+        raise JobError(
+            f"--device cuda: PyTorch has {torch.cuda.device_count()} GPUs here for {request.ranks} ranks. Next: leave --device "
+            "out, or start as many ranks as there are GPUs."
+        )
     if not 0 <= request.seed < 2**32:
         raise JobError(f"--seed {request.seed}: take a number from 0, below 2**32.")
     if request.job is not None:
-        split_spec(request.job)
+        check_source(request.job)
+    _check_paths(paths)
+
+
+def _check_paths(paths: list[Path]) -> None:
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise JobError(f"{paths[0]}: --html and --json name the same file. Next: name two.")
     for path in paths:
         folder = path.resolve().parent
         if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):

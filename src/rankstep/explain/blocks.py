@@ -1,4 +1,4 @@
-"""What a story is made of; the screen and the page draw the same blocks."""
+"""What a story is made of; the screen and the page draw the same blocks, each in its way."""
 
 from __future__ import annotations
 
@@ -22,29 +22,70 @@ class Table:
         rows: As many cells each.
         align: One letter for each column: ``l`` or ``r``.
         caption: Above it.
+        shares: For each row the length of a bar, as a share of the longest, which only a page has room for.
+        shares_of: The column that they are of, counted from 0; the bar stands beside it.
     """
 
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     align: str
     caption: str = ""
+    shares: tuple[float, ...] = ()
+    shares_of: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
-    """One bar: its name, its length as a share of the longest, and its number as text."""
+class Series:
+    """One line of a picture: its name, and a value with its text for each place of the axis."""
 
-    label: str
-    share: float
-    shown: str
+    name: str
+    values: tuple[float, ...]
+    shown: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Bars:
-    """Bars below each other."""
+class Lines:
+    """A picture of how several things went, step by step; on the screen bars of the first of them."""
 
     caption: str
-    bars: tuple[Bar, ...]
+    places: tuple[str, ...]
+    series: tuple[Series, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrow:
+    """A vector: its name, its length, and its angle to the first arrow in degrees."""
+
+    name: str
+    length: float
+    degrees: float
+
+
+@dataclass(frozen=True, slots=True)
+class Arrows:
+    """Vectors from one point; only a page can draw them, and the numbers stand in a table beside it.
+
+    Lengths and angles to the first arrow are true. Angles among the others cannot be, in a plane.
+    """
+
+    caption: str
+    arrows: tuple[Arrow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """Boxes in boxes: for each node its name, and for each of its ranks a name and what it is made of."""
+
+    caption: str
+    nodes: tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Rows of short texts, one for each rank; equal texts of a row look equal, others do not."""
+
+    caption: str
+    rows: tuple[tuple[str, tuple[str, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +128,24 @@ class Timeline:
 
 
 @dataclass(frozen=True, slots=True)
+class Link:
+    """One step of a chain: what happens, and if it happens on each rank by itself, what comes out there.
+
+    ``alike``: what comes out should be the same, so that equal texts are to look equal.
+    """
+
+    text: str
+    cells: tuple[str, ...] = ()
+    alike: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Chain:
-    """Steps that follow from each other."""
+    """Steps that follow from each other; ``ranks`` are the names of what does them."""
 
     caption: str
-    links: tuple[str, ...]
+    ranks: tuple[str, ...]
+    links: tuple[Link, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +158,9 @@ class Verdict:
     causes: tuple[str, ...] = ()
 
 
-Block: TypeAlias = Paragraph | Table | Bars | Owners | Timeline | Chain | Verdict
+Block: TypeAlias = (
+    Paragraph | Table | Lines | Arrows | Nodes | Marks | Owners | Timeline | Chain | Verdict
+)
 
 
 @dataclass(frozen=True, slots=True)

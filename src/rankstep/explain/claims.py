@@ -6,6 +6,10 @@ from typing import Any
 
 # Below this length an order that is drawn anew may well be the same one.
 _FEW_SAMPLES = 8
+# Where rounding alone may account for so much of the way, nothing smaller can be told from it.
+_COARSE = 0.01
+# A model of so many tensors has far fewer buckets; one of a few layers may have a bucket for each.
+_MANY_TENSORS = 100
 
 
 def judge(facts: dict[str, Any]) -> list[dict[str, Any]]:
@@ -18,7 +22,7 @@ def judge(facts: dict[str, Any]) -> list[dict[str, Any]]:
         *_world(facts["world"]),
         *_samples(facts["samples"]),
         *_gradients(facts["gradients"]),
-        *_drift(facts["drift"]),
+        *_drift(facts),
         *_averaging(facts),
         *_backward(facts["backward"]),
         *_whatif(facts["whatif"], facts["gradients"]["tolerance"]),
@@ -60,15 +64,33 @@ def _not_finite(value: float | None) -> list[dict[str, Any]]:
 
 
 def _world(world: dict[str, Any]) -> list[dict[str, Any]]:
-    ranks = world["ranks"]
+    ranks, second = world["ranks"], world["two_nodes"]
     sizes = {rank["parameter_bytes"] for rank in ranks}
     before = {rank["digest_before"] for rank in ranks}
     after = {rank["digest_after"] for rank in ranks}
     copied = after == {ranks[0]["digest_before"]} and len(before) > 1
+    places = [[rank["node"], rank["local_rank"], rank["rank"]] for rank in second["ranks"]]
+    numbered = (
+        _in_order(ranks, world["ranks_per_node"])
+        and _in_order(second["ranks"], second["ranks_per_node"])
+        and len(places) == second["nodes"] * second["ranks_per_node"]
+        and all(rank["heard"] == places for rank in second["ranks"])
+    )
+    missing = [{"cause": "no_second_world", "said": second["problem"]}] if second["problem"] else []
     return [
+        _claim("world.rank", numbered, len({place[2] for place in places}), causes=missing),
         _claim("world.whole", len(sizes) == 1, ranks[0]["parameter_bytes"]),
         _claim("world.copied", copied, len(after), 1),
     ]
+
+
+def _in_order(ranks: list[dict[str, Any]], per_node: int) -> bool:
+    """Say whether every rank is there once, and where its node and local rank put it."""
+    return [rank["rank"] for rank in ranks] == list(range(len(ranks))) and all(
+        rank["rank"] == rank["node"] * per_node + rank["local_rank"]
+        and rank["local_rank"] < per_node
+        for rank in ranks
+    )
 
 
 def _samples(samples: dict[str, Any]) -> list[dict[str, Any]]:
@@ -100,14 +122,21 @@ def _gradients(gradients: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _drift(drift: dict[str, Any]) -> list[dict[str, Any]]:
+def _drift(facts: dict[str, Any]) -> list[dict[str, Any]]:
+    drift = facts["drift"]
     alone = drift["alone"][-1]
     apart = drift["alone_checksums"][-1] > 1 and (alone is None or alone > 0)
     same = all(count == 1 for count in drift["together_checksums"])
     return [
-        _claim("drift.alone", apart, alone),
+        _claim("drift.alone", apart, alone, causes=_no_difference(facts["gradients"])),
         _claim("drift.together", same, max(drift["together_checksums"]), 1),
     ]
+
+
+def _no_difference(gradients: dict[str, Any]) -> list[dict[str, Any]]:
+    """Where all ranks have the same gradient, it is all one whether somebody averages, and what."""
+    seen = {(rank["length"], rank["element"]) for rank in gradients["ranks"]}
+    return [{"cause": "equal_gradients"}] if len(seen) == 1 else []
 
 
 def _averaging(facts: dict[str, Any]) -> list[dict[str, Any]]:
@@ -125,7 +154,10 @@ def _averaging(facts: dict[str, Any]) -> list[dict[str, Any]]:
         elif "job" not in name:
             word = f"averaging.{name.lower()}"
             held = value is not None and value > limit
-            claims.append(_claim(word, held, value, limit, _not_finite(value)))
+            causes = _not_finite(value) or _no_difference(facts["gradients"])
+            if not causes and limit >= _COARSE:
+                causes = [{"cause": "coarse_weights"}]
+            claims.append(_claim(word, held, value, limit, causes))
     return claims
 
 
@@ -154,16 +186,18 @@ def _backward(backward: dict[str, Any]) -> list[dict[str, Any]]:
 def _whatif(whatif: dict[str, Any], tolerance: float) -> list[dict[str, Any]]:
     counts = True
     worst: float | None = 0.0
+    single = whatif["many"]["ways"][0]
     for model in (whatif["job"], whatif["many"]):
         ways = {way["way"]: way for way in model["ways"]}
-        counts &= ways["per_parameter"]["all_reduces"] >= model["tensors"]
-        counts &= 1 <= ways["one_bucket"]["all_reduces"] <= ways["plan"]["all_reduces"]
+        alone, plan, one = (ways[name] for name in ("per_parameter", "plan", "one_bucket"))
+        counts &= alone["all_reduces"] >= alone["tensors"]
+        few = plan["tensors"] // 10 if plan["tensors"] >= _MANY_TENSORS else plan["tensors"]
+        counts &= 1 <= one["all_reduces"] <= plan["all_reduces"] <= few
         for way in model["ways"]:
             value = way["difference_relative"]
             worst = None if worst is None or value is None else max(worst, value)
-    many = {way["way"]: way["all_reduces"] for way in whatif["many"]["ways"]}
     return [
-        _claim("whatif.count", counts, many["per_parameter"]),
+        _claim("whatif.count", counts, single["all_reduces"]),
         _at_most("whatif.same", worst, tolerance),
     ]
 

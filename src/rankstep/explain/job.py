@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import itertools
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter, is_lazy
 
-from rankstep.errors import RankstepError
+from rankstep.explain.blame import JobError, calling, told
 
 DEFAULT_FUNCTION = "job"
 
@@ -24,10 +25,6 @@ OptimizerFactory: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Opt
 Collate: TypeAlias = Callable[[list[Any]], Any]
 
 _numbers = itertools.count()
-
-
-class JobError(RankstepError, ValueError):
-    """A user's job cannot be found, loaded or run; says what is wrong with it and what would be right."""
 
 
 @runtime_checkable
@@ -97,6 +94,25 @@ def split_spec(spec: str) -> tuple[Path, str]:
     return file.resolve(), function
 
 
+def check_source(spec: str) -> None:
+    """See, without running anything, that a job's file is there and is Python.
+
+    Args:
+        spec: ``job.py:job``.
+
+    Raises:
+        JobError: It is not; a syntax error is shown with its line.
+    """
+    file, _ = split_spec(spec)
+    try:
+        compile(file.read_bytes(), str(file), "exec", dont_inherit=True)
+    except SyntaxError as error:
+        shown = "".join(traceback.format_exception_only(error)).rstrip()
+        raise JobError(f"{file.name} is no Python that can be imported:\n{shown}") from error
+    except (OSError, ValueError) as error:
+        raise JobError(f"{file.name} cannot be read: {told(error)}") from error
+
+
 def load_job(spec: str) -> Job:
     """Import a job file, call its function and return the job.
 
@@ -130,11 +146,7 @@ def load_job(spec: str) -> Job:
         ) from error
     except ValueError:  # built-in functions may have no signature to look at
         pass
-    try:
-        value = function()
-    except Exception as error:
-        raise JobError(f"{file.name}:{name} raised {type(error).__name__}: {error}") from error
-    return as_job(value, f"{file.name}:{name}")
+    return as_job(calling(f"{file.name}:{name}", function), f"{file.name}:{name}")
 
 
 def as_job(value: object, place: str = "the job") -> Job:
@@ -160,9 +172,12 @@ def as_job(value: object, place: str = "the job") -> Job:
     else:
         names = [field.name for field in fields(Job) if hasattr(value, field.name)]
         if not names:
+            what = type(value).__name__
+            if isinstance(value, (tuple, list)):
+                what = f"a {what} of {len(value)}"
             raise JobError(
-                f"{place} returned {type(value).__name__}, which is no job. Next: return a rankstep.explain.Job, or a "
-                "dict or object with model, dataset and loss."
+                f"{place} returned {what}, which is no job. Next: return a rankstep.explain.Job, or a dict or object with "
+                "model, dataset and loss by name."
             )
         job = _built({name: getattr(value, name) for name in names}, place, "attribute")
     _check(job, place)
@@ -179,10 +194,8 @@ def _import(file: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     # Dataclasses and annotations look their module up by name.
     sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise JobError(f"importing {file.name} raised {type(error).__name__}: {error}") from error
+    loader = spec.loader
+    calling(f"importing {file.name}", lambda: loader.exec_module(module))
     return module
 
 
@@ -204,7 +217,7 @@ def _check(job: Job, place: str) -> None:
             f"{place}: dataset is {type(job.dataset).__name__}, which has no length or no samples by number. Next: give "
             "one with __len__ and __getitem__; an iterable dataset has no order that could be dealt."
         )
-    if len(job.dataset) == 0:
+    if calling(f"{place}: len(dataset)", lambda: len(job.dataset)) == 0:
         raise JobError(f"{place}: the dataset is empty. Next: give one with samples in it.")
     if not callable(job.loss):
         raise JobError(

@@ -7,7 +7,6 @@ import math
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -17,7 +16,8 @@ import torch
 from rankstep.collectives import C10dCommunicator
 from rankstep.data import seed_everything
 from rankstep.explain import builtin
-from rankstep.explain.job import Job, JobError, load_job
+from rankstep.explain.blame import JobError, is_users, told, users_traceback
+from rankstep.explain.job import Job, load_job
 from rankstep.explain.measure import (
     averaging,
     backward,
@@ -26,13 +26,13 @@ from rankstep.explain.measure import (
     gradients,
     place,
     probe,
+    same,
     steps,
-    vectors,
     whatif,
 )
 from rankstep.explain.measure.peers import Peers
 from rankstep.explain.measure.stage import Stage
-from rankstep.explain.parts import PARTS
+from rankstep.explain.parts import ORDER
 from rankstep.explain.progress import Progress
 from rankstep.explain.request import Request
 from rankstep.world import World, agree, world
@@ -52,15 +52,20 @@ _MEASURES: Final[dict[str, Measure]] = {
 
 # The parts that train shall not take longer than this together; a slow model gets fewer steps.
 _TRAINING_S = 20.0
+_FAILED = 3
 _FEWEST_STEPS = 2
+# For the end of the ranks and the telling of the story, in seconds; and for the second world of part 1, in times of what
+# the start of the ranks has taken: it has launchers of its own.
+_ENDING_S = 3.0
+_SECOND_START = 2.0
 _MOST_STEPS = 8
 
 
 def main(folder: Path) -> None:
     """Read the request in ``folder``, measure, and write ``rank-N.json`` there.
 
-    A job that does not work is written there as well, by the ranks that found it out, and no rank goes on. What
-    fails later ends the rank with its traceback, as in any training.
+    A job that does not work is written there as well, by the ranks that found it out, and no rank goes on. What fails
+    later in the user's code is left in ``failed-N.json``, and ends the rank.
 
     Args:
         folder: Private to this run; `rankstep.explain.run` has made it.
@@ -71,13 +76,23 @@ def main(folder: Path) -> None:
             # Convolve in full float32, so that one process and several compute the same.
             torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
             torch.backends.cudnn.deterministic = True
-        result = _measured(request, here)
+        try:
+            result = _measured(request, here)
+        except JobError as error:
+            # Told before this rank leaves the others, who then know why.
+            _write(folder / f"failed-{here.rank}.json", {"problem": _told(error)})
+            sys.exit(_FAILED)
+        except Exception:
+            if any(folder.glob("failed-*.json")):
+                sys.exit(_FAILED)
+            raise
         _write(folder / f"rank-{here.rank}.json", result)
 
 
 def _measured(request: Request, here: World) -> dict[str, Any]:
     progress = Progress(request, shown=here.is_main)
     began = time.perf_counter()
+    start_s = time.monotonic() - request.began
     problem: JobError | None = None
     stage: Stage | None = None
     seconds = 0.0
@@ -90,24 +105,26 @@ def _measured(request: Request, here: World) -> dict[str, Any]:
     if agree(problem is not None) or stage is None:
         progress.clear()
         return {"problem": None if problem is None else _told(problem)}
-    first = stage.batch(stage.indices(0, rank=0)[:2])
-    if len(set(stage.peers.digests(vectors.digest_of_batch(first)))) > 1:
+    try:
+        same.check(stage)
+    except JobError as error:
         progress.clear()
-        return {
-            "problem": _told(
-                JobError(
-                    "the ranks' datasets hold different samples: the job function draws random numbers that differ from process "
-                    "to process. Next: fix the seed of what it draws, so that every rank makes the same dataset."
-                )
-            )
-        }
+        return {"problem": _told(error)}
     slowest = max(row[0] for row in stage.peers.table([seconds]))
     stage.steps = request.steps or _steps(slowest, here.world_size)
+    stage.deadline = request.began + request.seconds - _ENDING_S - _SECOND_START * start_s
     own, shared, spent = {}, {}, {}
-    for part in PARTS:
+    for part in ORDER:
         progress.show(part)
         start = time.perf_counter()
-        own[part], shared[part] = _MEASURES[part](stage)
+        try:
+            own[part], shared[part] = _MEASURES[part](stage)
+        except Exception as error:
+            if not is_users(error):
+                raise
+            raise JobError(
+                f"rank {here.rank}, in the part {part!r}: the job raised {told(error)}"
+            ) from error
         spent[part] = time.perf_counter() - start
     progress.clear()
     job = {
@@ -159,7 +176,7 @@ def _steps(seconds: float, ranks: int) -> int:
 def _told(problem: JobError) -> dict[str, str]:
     """Return the message, and the user's own traceback where the user's code raised."""
     cause = problem.__cause__
-    trace = "" if cause is None else "".join(traceback.format_exception(cause))
+    trace = "" if cause is None else users_traceback(cause)
     return {"message": str(problem), "traceback": trace}
 
 

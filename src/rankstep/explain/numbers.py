@@ -51,3 +51,9 @@ def milliseconds(value: float | None) -> str:
     if value >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def shares(values: list[float | None]) -> tuple[float, ...]:
+    """Return each value as a share of the greatest; what is not finite is as long as that."""
+    greatest = max((value for value in values if value is not None), default=0.0) or 1.0
+    return tuple(1.0 if value is None else value / greatest for value in values)

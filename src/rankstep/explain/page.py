@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from rankstep.explain.figures import WIDTH, chart, fan
 from rankstep.explain.screen import MARKS
 from rankstep.explain.texts import texts
 
@@ -41,6 +42,9 @@ def page(story: Story, facts: dict[str, Any]) -> str:
         text=texts(story.lang),
         grouped=_grouped,
         percent=_percent,
+        fan=fan,
+        chart=chart,
+        width=WIDTH,
         made_by=f"rankstep {facts['rankstep']} explain, torch {facts['torch']}, Python {facts['python']}",
     )
 
@@ -67,6 +71,7 @@ def _code(text: str) -> Markup:
 
 
 def _keys(legend: str) -> Markup:
-    """Put a small coloured box in place of each mark of a legend."""
+    """Put a small coloured box in place of each mark of a legend, and let no line end between a box and its name."""
     boxes = {kind: Markup('<i class="key {}"></i>').format(kind) for kind in (*MARKS, "tick")}
-    return escape(legend).format(**boxes)
+    parts = [escape(part).format(**boxes) for part in legend.split("   ")]
+    return Markup(" ").join(Markup("<span>{}</span>").format(part) for part in parts)

@@ -14,3 +14,6 @@ PARTS: Final = (
     "whatif",
     "steps",
 )
+
+# In which they are measured: the single all-reduces take whatever time is left, hence last.
+ORDER: Final = (*(part for part in PARTS if part != "whatif"), "whatif")

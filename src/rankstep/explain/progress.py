@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from rankstep.explain import numbers
-from rankstep.explain.parts import PARTS
+from rankstep.explain.parts import ORDER
 from rankstep.explain.texts import texts
 
 if TYPE_CHECKING:
@@ -31,9 +31,9 @@ class Progress:
         """Say that this has begun.
 
         Args:
-            what: A part, ``"start"`` or ``"job"``.
+            what: A part, ``"start"``, ``"job"`` or ``"nodes"``.
         """
-        number = f"{PARTS.index(what) + 1}/{len(PARTS)} " if what in PARTS else ""
+        number = f"{ORDER.index(what) + 1}/{len(ORDER)} " if what in ORDER else ""
         told = self._text(
             f"progress.{what}",
             ranks=self._request.ranks,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+import time
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ class Request:
         seed: Fixes weights, order and draws.
         steps: For the parts that train; None: as many as the model is quick for.
         tensors: Of the model of many small tensors.
+        seconds: That the whole command is to take at most.
+        began: When the command began, by ``time.monotonic``, which is one clock for all processes of a machine.
     """
 
     job: str | None = None
@@ -33,6 +36,8 @@ class Request:
     seed: int = 0
     steps: int | None = None
     tensors: int = 10_000
+    seconds: float = 60.0
+    began: float = field(default_factory=time.monotonic)
 
     def write(self, folder: Path) -> None:
         """Leave it in a folder."""

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,13 +16,17 @@ import torch
 from torch.distributed.run import get_args_parser
 
 from rankstep._version import __version__
+from rankstep.explain.blame import JobError
 from rankstep.explain.claims import judge
-from rankstep.explain.job import JobError, split_spec
+from rankstep.explain.job import check_source
+from rankstep.explain.nodes import two_nodes
 from rankstep.explain.overlap import overlap
 from rankstep.explain.parts import PARTS
 from rankstep.launch.launch import launch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rankstep.explain.request import Request
 
 SCHEMA = 1
@@ -39,7 +44,7 @@ class RanksFailed(Exception):  # noqa: N818 - not an error of its own: the launc
         self.code = code
 
 
-def run(request: Request) -> dict[str, Any]:
+def run(request: Request, told: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """Run the story's parts on real ranks and return the document with all numbers and claims.
 
     The ranks are started as ``rankstep run`` starts them. Their numbers come back as JSON in a private folder, which is
@@ -47,30 +52,42 @@ def run(request: Request) -> dict[str, Any]:
 
     Args:
         request: What to run.
+        told: Hears what begins, where the ranks cannot say it.
 
     Raises:
         JobError: The user's job cannot be found or run.
         RanksFailed: A rank died, or somebody stopped them.
     """
     if request.job is not None:
-        split_spec(request.job)
+        check_source(request.job)
     with ExitStack() as stack:
         folder = Path(tempfile.mkdtemp(prefix="rankstep-explain-"))
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         request.write(folder)
         code = launch(_launcher_flags(request, folder))
+        _refuse(folder, "failed-*.json")
         if code:
             raise RanksFailed(code)
+        _refuse(folder, "rank-*.json")
         results = [
             json.loads((folder / f"rank-{rank}.json").read_text(encoding="utf-8"))
             for rank in range(request.ranks)
         ]
-    for rank, result in enumerate(results):
-        if result["problem"] is not None:
-            told = result["problem"]
-            trace = f"\n\nthe job's own traceback, on rank {rank}:\n{told['traceback'].rstrip()}"
-            raise JobError(told["message"] + (trace if told["traceback"] else ""))
-    return _document(request, results)
+    told("nodes")
+    return _document(request, results, two_nodes())
+
+
+def _refuse(folder: Path, pattern: str) -> None:
+    """Raise what a rank has found wrong with the job, if one has."""
+    for file in sorted(folder.glob(pattern)):
+        problem = json.loads(file.read_text(encoding="utf-8"))["problem"]
+        if problem is not None:
+            shown = problem["traceback"].rstrip()
+            rank = file.stem.rpartition("-")[2]
+            raise JobError(
+                problem["message"]
+                + (f"\n\nthe job's own traceback, on rank {rank}:\n{shown}" if shown else "")
+            )
 
 
 def _launcher_flags(request: Request, folder: Path) -> Any:
@@ -78,7 +95,9 @@ def _launcher_flags(request: Request, folder: Path) -> Any:
     return get_args_parser().parse_args([*words, "-m", "rankstep.explain.member", str(folder)])
 
 
-def _document(request: Request, results: list[dict[str, Any]]) -> dict[str, Any]:
+def _document(
+    request: Request, results: list[dict[str, Any]], second: dict[str, Any]
+) -> dict[str, Any]:
     """Put what all ranks found in common beside what each found of itself."""
     first = results[0]
     document: dict[str, Any] = {
@@ -94,7 +113,10 @@ def _document(request: Request, results: list[dict[str, Any]]) -> dict[str, Any]
     for part in PARTS:
         own = [result["own"][part] for result in results]
         document[part] = first["shared"][part] | ({"ranks": own} if any(own) else {})
+    document["world"]["two_nodes"] = second
     _put_on_one_axis(document["backward"]["ranks"])
+    # Only now, because the telling is as good as done.
+    document["seconds"]["command"] = time.monotonic() - request.began
     claims = judge(document)
     document["claims"] = claims
     document["held"] = all(claim["held"] for claim in claims)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.cells import cell_len
@@ -12,9 +12,11 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from rankstep.explain.blocks import (
-    Bars,
     Block,
     Chain,
+    Lines,
+    Marks,
+    Nodes,
     Owners,
     Paragraph,
     Table,
@@ -25,6 +27,8 @@ from rankstep.explain.texts import texts
 from rankstep.explain.wrap import breaks
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.console import Console
 
     from rankstep.explain.blocks import Lane, Story
@@ -74,29 +78,28 @@ class _Printer:
         self._width = width
         self._text = text
         self._in_verdicts = False
+        # Arrows are for the page alone: characters have no angles.
+        self._draws: dict[type, Callable[[Any], None]] = {
+            Paragraph: lambda block: self._put(_styled(block.text)),
+            Chain: self._chain,
+            Table: self._table,
+            Lines: self._lines,
+            Nodes: self._nodes,
+            Marks: self._marks,
+            Owners: self._owners,
+            Timeline: self._timeline,
+            Verdict: self._verdict,
+        }
 
     def show(self, block: Block) -> None:
+        draw = self._draws.get(type(block))
+        if draw is None:
+            return
         verdict = isinstance(block, Verdict)
         if not (verdict and self._in_verdicts):
             self._console.print()
         self._in_verdicts = verdict
-        match block:
-            case Paragraph():
-                self._put(_styled(block.text))
-            case Chain():
-                self._put(Text(block.caption, style="dim"))
-                for number, link in enumerate(block.links):
-                    self._put(Text(f"{'  ' if number == 0 else '→ '}{link}"))
-            case Table():
-                self._table(block)
-            case Bars():
-                self._bars(block)
-            case Owners():
-                self._owners(block)
-            case Timeline():
-                self._timeline(block)
-            case Verdict():
-                self._verdict(block)
+        draw(block)
 
     def end(self, ending: Text) -> None:
         self._put(ending, 0)
@@ -117,14 +120,48 @@ class _Printer:
             grid.add_row(*(Text(cell) for cell in row))
         self._console.print(Padding(grid, (0, 0, 0, _INDENT)), width=self._width)
 
-    def _bars(self, bars: Bars) -> None:
-        self._put(Text(bars.caption, style="dim"))
-        labels = max(cell_len(bar.label) for bar in bars.bars)
-        room = max(10, self._width - labels - 16)
-        for bar in bars.bars:
-            line = Text(f"{_padded(bar.label, labels)}  ")
-            line.append("█" * max(bar.share > 0, round(bar.share * room)), style="cyan")
-            line.append(f" {bar.shown}")
+    def _chain(self, chain: Chain) -> None:
+        self._put(Text(chain.caption, style="dim"))
+        for number, link in enumerate(chain.links):
+            self._put(Text(f"{'  ' if number == 0 else '→ '}{link.text}"))
+            if link.cells:
+                self._put(Text("   ".join(link.cells), style="cyan"), 3 * _INDENT)
+
+    def _nodes(self, nodes: Nodes) -> None:
+        self._put(Text(nodes.caption, style="dim"))
+        names = max(cell_len(name) for name, _ in nodes.nodes)
+        for name, ranks in nodes.nodes:
+            line = Text(f"{_padded(name, names)}  ")
+            line.append("   ".join(f"[{rank} = {made_of}]" for rank, made_of in ranks))
+            self._put(line)
+
+    def _marks(self, marks: Marks) -> None:
+        """One colour for each different text of a row."""
+        self._put(Text(marks.caption, style="dim"))
+        labels = max(cell_len(label) for label, _ in marks.rows)
+        for label, texts_of_ranks in marks.rows:
+            line = Text(f"{_padded(label, labels)}  ")
+            seen = list(dict.fromkeys(texts_of_ranks))
+            for mark in texts_of_ranks:
+                line.append(f"{mark}  ", style=_RANKS[seen.index(mark) % len(_RANKS)])
+            line.rstrip()
+            self._put(line)
+
+    def _lines(self, lines: Lines) -> None:
+        """Draw bars of the first series; the others, which a page draws as well, are a number at the end."""
+        first, *others = lines.series
+        self._put(Text(f"{lines.caption}{self._text('colon')}{first.name}", style="dim"))
+        longest = max(first.values, default=0.0) or 1.0
+        told = [
+            "   ".join([shown, *(f"{other.name} {other.shown[place]}" for other in others)])
+            for place, shown in enumerate(first.shown)
+        ]
+        names = max(map(cell_len, lines.places))
+        room = max(10, self._width - _INDENT - names - max(map(cell_len, told)) - 4)
+        for place, value, shown in zip(lines.places, first.values, told, strict=True):
+            line = Text(f"{_padded(place, names)}  ")
+            line.append("█" * max(value > 0, round(value / longest * room)), style="cyan")
+            line.append(f" {shown}")
             self._put(line)
 
     def _owners(self, owners: Owners) -> None:
@@ -152,7 +189,18 @@ class _Printer:
             self._put(line)
         if timeline.legend:
             self._console.print()
-            self._put(Text(timeline.legend.format(tick=TICK, **MARKS), style="dim"))
+            self._legend(timeline.legend.format(tick=TICK, **MARKS).split("   "))
+
+    def _legend(self, parts: list[str]) -> None:
+        """Let no line end between a mark and its name."""
+        line = ""
+        for part in parts:
+            longer = f"{line}   {part}" if line else part
+            if line and cell_len(longer) > self._width - _INDENT:
+                self._put(Text(line, style="dim"))
+                longer = part
+            line = longer
+        self._put(Text(line, style="dim"))
 
     def _verdict(self, verdict: Verdict) -> None:
         sign, word = ("✓", self._text("held")) if verdict.held else ("✗", self._text("failed"))

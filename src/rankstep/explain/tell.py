@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from rankstep.explain import numbers, tell_first, tell_second
-from rankstep.explain.blocks import Block, Chain, Paragraph, Section, Story, Verdict
+from rankstep.explain.blocks import Block, Chain, Link, Paragraph, Section, Story, Verdict
 from rankstep.explain.parts import PARTS
 from rankstep.explain.texts import texts
 
@@ -25,6 +25,8 @@ _TELLERS: Final[dict[str, Callable[[dict[str, Any], Texts], list[Block]]]] = {
     "steps": tell_second.tell_steps,
 }
 _SHOWN_MODULES = 4
+_SHOWN_DIGITS = 8
+_SHOWN_SAMPLES = 2
 
 
 def tell(facts: dict[str, Any], lang: str) -> Story:
@@ -51,7 +53,7 @@ def tell(facts: dict[str, Any], lang: str) -> Story:
         count=len(claims),
         failed=len(failed),
         names=text("separator").join(failed),
-        seconds=f"{facts['seconds']['all']:.0f}",
+        seconds=f"{facts['seconds']['command']:.0f}",
     )
     name = text("built_in") if facts["job"]["built_in"] else f"`{facts['job']['name']}`"
     intro = (
@@ -64,27 +66,57 @@ def tell(facts: dict[str, Any], lang: str) -> Story:
 def _chain(facts: dict[str, Any], text: Texts) -> Chain:
     """The tutorial's one chain, from the dataset to equal weights, with this run's numbers."""
     samples, gradients, backward = facts["samples"], facts["gradients"], facts["backward"]
-    losses = " ".join(numbers.plain(rank["loss"], 3) for rank in gradients["ranks"])
+    dealt, computed, ended = samples["ranks"], gradients["ranks"], facts["steps"]["ranks"]
     return Chain(
         text("chain"),
+        tuple(f"{text('rank')} {number}" for number in range(len(dealt))),
         (
-            text("chain.dataset", samples=numbers.count(samples["dataset_samples"])),
-            text(
-                "chain.sampler",
-                share=numbers.count(samples["ranks"][0]["samples_padded"]),
-                ranks=len(samples["ranks"]),
+            Link(text("chain.dataset", samples=numbers.count(samples["dataset_samples"]))),
+            Link(
+                text("chain.sampler"),
+                tuple(
+                    text("chain.samples", count=numbers.count(rank["samples_padded"]))
+                    for rank in dealt
+                ),
             ),
-            text("chain.batch", batch=gradients["local_batch"], total=gradients["global_batch"]),
-            text("chain.loss", losses=losses),
-            text("chain.ready", tensors=len(backward["names"])),
-            text("chain.bucket", buckets=len(backward["plan"])),
-            text(
-                "chain.reduce",
-                all_reduces=backward["all_reduces"],
-                early=backward["launched_in_backward"],
+            Link(
+                text(
+                    "chain.batch", batch=gradients["local_batch"], total=gradients["global_batch"]
+                ),
+                tuple(
+                    f"D_{number} = {', '.join(map(str, rank['samples'][:_SHOWN_SAMPLES]))} ..."
+                    for number, rank in enumerate(computed)
+                ),
             ),
-            text("chain.step", optimizer=facts["steps"]["optimizer"]),
-            text("chain.equal", checksums=facts["steps"]["rows"][-1]["checksums"]),
+            Link(
+                text("chain.loss"),
+                tuple(
+                    f"L_{number} = {numbers.plain(rank['loss'], 3)}"
+                    for number, rank in enumerate(computed)
+                ),
+            ),
+            Link(
+                text("chain.ready", tensors=len(backward["names"])),
+                tuple(
+                    f"|g_{number}| = {numbers.plain(rank['length'], 3)}"
+                    for number, rank in enumerate(computed)
+                ),
+            ),
+            Link(text("chain.bucket", buckets=len(backward["plan"]))),
+            Link(
+                text(
+                    "chain.reduce",
+                    all_reduces=backward["all_reduces"],
+                    early=backward["launched_in_backward"],
+                )
+            ),
+            Link(text("chain.mean", length=numbers.plain(gradients["mean_length"], 3))),
+            Link(
+                text("chain.step", optimizer=facts["steps"]["optimizer"]),
+                tuple(rank["digest"][:_SHOWN_DIGITS] for rank in ended),
+                alike=True,
+            ),
+            Link(text("chain.equal", checksums=facts["steps"]["rows"][-1]["checksums"])),
         ),
     )
 
@@ -117,4 +149,5 @@ def _cause(cause: dict[str, Any], ranks: int, text: Texts) -> str:
         ranks=ranks,
         one_process=numbers.plain(cause.get("one_process")),
         mean_of_ranks=numbers.plain(cause.get("mean_of_ranks")),
+        said=cause.get("said", ""),
     )

@@ -5,8 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rankstep.explain import numbers
-from rankstep.explain.blocks import Bar, Bars, Block, Owners, Paragraph, Table
+from rankstep.explain.blocks import (
+    Arrow,
+    Arrows,
+    Block,
+    Lines,
+    Marks,
+    Nodes,
+    Owners,
+    Paragraph,
+    Series,
+    Table,
+)
 from rankstep.explain.claims import held
+from rankstep.explain.numbers import shares
 
 if TYPE_CHECKING:
     from rankstep.explain.texts import Texts
@@ -26,8 +38,8 @@ def tell_world(facts: dict[str, Any], text: Texts) -> list[Block]:
             text("world.device"),
             text("world.pid"),
             text("world.model"),
-            text("world.before"),
-            text("world.after"),
+            text("world.gradient"),
+            text("world.state", optimizer=world["optimizer"]),
         ),
         rows=tuple(
             (
@@ -37,23 +49,17 @@ def tell_world(facts: dict[str, Any], text: Texts) -> list[Block]:
                 rank["device"],
                 str(rank["pid"]),
                 numbers.size(rank["parameter_bytes"]),
-                rank["digest_before"][:_SHOWN_DIGITS],
-                rank["digest_after"][:_SHOWN_DIGITS],
+                numbers.size(rank["gradient_bytes"]),
+                numbers.size(rank["optimizer_bytes"]),
             )
             for rank in ranks
         ),
-        align="rrrlrrll",
+        align="rrrlrrrr",
     )
     return [
-        Paragraph(
-            text(
-                "world.ranks",
-                ranks=len(ranks),
-                nodes=world["nodes"],
-                next=world["ranks_per_node"] * world["nodes"],
-            )
-        ),
+        Paragraph(text("world.ranks", ranks=len(ranks), nodes=world["nodes"])),
         table,
+        *_second_world(world["two_nodes"], text),
         Paragraph(
             text(
                 "world.whole",
@@ -76,6 +82,42 @@ def tell_world(facts: dict[str, Any], text: Texts) -> list[Block]:
                 after=len({rank["digest_after"] for rank in ranks}),
             )
         ),
+        Marks(
+            text("world.digests"),
+            tuple(
+                (
+                    text(f"world.{when}"),
+                    tuple(rank[f"digest_{when}"][:_SHOWN_DIGITS] for rank in ranks),
+                )
+                for when in ("before", "after")
+            ),
+        ),
+    ]
+
+
+def _second_world(second: dict[str, Any], text: Texts) -> list[Block]:
+    """Where one node cannot show what a local rank is: the ranks of two."""
+    if second["problem"]:
+        return [Paragraph(text("world.no_second", problem=second["problem"]))]
+    each = second["ranks_per_node"]
+    boxes = tuple(
+        (
+            f"{text('world.node')} {node}",
+            tuple(
+                (
+                    f"rank {rank['rank']}",
+                    f"{node} {text('times')} {each} + local_rank {rank['local_rank']}",
+                )
+                for rank in second["ranks"]
+                if rank["node"] == node
+            ),
+        )
+        for node in range(second["nodes"])
+    )
+    return [
+        Paragraph(text("world.second", nodes=second["nodes"], each=each)),
+        Nodes(text("world.boxes", each=each), boxes),
+        Paragraph(text("world.numbers", nodes=second["nodes"], world_size=len(second["ranks"]))),
     ]
 
 
@@ -211,6 +253,7 @@ def tell_gradients(facts: dict[str, Any], text: Texts) -> list[Block]:
             rows=tuple(rows),
             align="lrrrr",
         ),
+        _arrows(gradients, text),
         Paragraph(
             text(
                 "gradients.equal",
@@ -240,35 +283,56 @@ def tell_gradients(facts: dict[str, Any], text: Texts) -> list[Block]:
                 (text("gradients.uneven_exact"), numbers.small(uneven["exact_relative"])),
             ),
             align="lr",
+            shares=shares([uneven["mean_of_means_relative"], uneven["exact_relative"]]),
+            shares_of=1,
         ),
     ]
+
+
+def _arrows(gradients: dict[str, Any], text: Texts) -> Arrows:
+    """Draw the mean, and above and below it in turn the gradients that it is the mean of."""
+    arrows = [Arrow(text("gradients.mean"), gradients["mean_length"] or 0.0, 0.0)]
+    for number, rank in enumerate(gradients["ranks"]):
+        degrees = rank["angle_to_mean"] or 0.0
+        arrows.append(
+            Arrow(f"g_{number}", rank["length"] or 0.0, -degrees if number % 2 else degrees)
+        )
+    return Arrows(text("gradients.picture"), tuple(arrows))
 
 
 def tell_drift(facts: dict[str, Any], text: Texts) -> list[Block]:
     """Part 4: what happens without synchronisation."""
     drift = facts["drift"]
-    shares = drift["alone_relative"]
-    longest = max((value for value in shares if value is not None), default=0.0) or 1.0
+    alone = drift["alone_relative"]
+    length = drift["weights_length"] or 1.0
+    together = [None if apart is None else apart / length for apart in drift["together"]]
     return [
         Paragraph(text("drift.story", steps=drift["steps"], first=drift["alone_checksums"][0])),
-        Bars(
-            text("drift.alone"),
-            tuple(
-                Bar(
-                    text("drift.step", step=step + 1),
-                    1.0 if value is None else value / longest,
-                    numbers.share(value),
-                )
-                for step, value in enumerate(shares)
+        Lines(
+            text("drift.apart"),
+            tuple(text("drift.step", step=step + 1) for step in range(drift["steps"])),
+            (
+                _series(text("drift.alone"), alone),
+                _series(text("drift.with"), together),
             ),
         ),
         Paragraph(
             text(
-                "drift.together",
+                "drift.together" if held(facts, "drift.together") else "drift.parted",
                 steps=drift["steps"],
                 apart=numbers.small(drift["alone"][-1]),
-                share=numbers.share(shares[-1]),
+                share=numbers.share(alone[-1]),
                 together=numbers.small(drift["together"][-1]),
             )
         ),
     ]
+
+
+def _series(name: str, values: list[float | None]) -> Series:
+    """What is not finite is drawn as high as the highest, and said with a question mark."""
+    highest = max((value for value in values if value is not None), default=1.0)
+    return Series(
+        name,
+        tuple(highest if value is None else value for value in values),
+        tuple(numbers.share(value) for value in values),
+    )

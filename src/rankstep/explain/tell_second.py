@@ -5,15 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rankstep.explain import numbers
-from rankstep.explain.blocks import Block, Lane, Paragraph, Span, Table, Timeline
+from rankstep.explain.blocks import Block, Lane, Marks, Paragraph, Span, Table, Timeline
 from rankstep.explain.claims import held
+from rankstep.explain.numbers import shares
 
 if TYPE_CHECKING:
     from rankstep.explain.texts import Texts
 
 _SHOWN_PARAMETERS = 16
-_SHOWN_DIGITS = 16
+_SHOWN_DIGITS = 8
 _SHOWN_RANKS = 4
+# What the communicator calls it; other ways are told in its own words.
+_SHARED = "shared memory"
 
 
 def tell_averaging(facts: dict[str, Any], text: Texts) -> list[Block]:
@@ -42,6 +45,8 @@ def tell_averaging(facts: dict[str, Any], text: Texts) -> list[Block]:
                 for row in rows
             ),
             align="lrrr",
+            shares=shares([row["apart_every_step_relative"] for row in rows]),
+            shares_of=1,
         ),
         Paragraph(text("averaging.linear")),
         Paragraph(
@@ -162,19 +167,20 @@ def _lanes(rank: dict[str, Any], text: Texts) -> tuple[Lane, ...]:
 
 def tell_whatif(facts: dict[str, Any], text: Texts) -> list[Block]:
     """Part 7: other ways to reduce."""
-    job, many = facts["whatif"]["job"], facts["whatif"]["many"]
-    alone, plan = (
-        next(way for way in many["ways"] if way["way"] == name)
-        for name in ("per_parameter", "plan")
-    )
+    whatif = facts["whatif"]
+    job, many = whatif["job"], whatif["many"]
+    ways = {way["way"]: way for way in many["ways"]}
+    alone, plan = ways["per_parameter"], ways["plan"]
     tensors = numbers.count(many["tensors"])
-    told: list[Block] = [
+    cut = alone["tensors"] < many["tensors"]
+    return [
         Paragraph(
             text(
                 "whatif.job",
                 tensors=numbers.count(job["tensors"]),
                 bytes=numbers.size(job["bytes"]),
                 repeats=job["ways"][-1]["repeats"],
+                way=text("whatif.shared") if whatif["way"] == _SHARED else whatif["way"],
             )
         ),
         _ways(job, text),
@@ -188,23 +194,17 @@ def tell_whatif(facts: dict[str, Any], text: Texts) -> list[Block]:
             )
         ),
         _ways(many, text),
-    ]
-    if alone["all_reduces_run"] < alone["all_reduces"]:
-        told.append(
-            Paragraph(
-                text("whatif.cut", run=numbers.count(alone["all_reduces_run"]), tensors=tensors)
-            )
-        )
-    return [
-        *told,
         Paragraph(
             text(
-                "whatif.reading",
+                "whatif.cut" if cut else "whatif.whole",
+                run=numbers.count(alone["all_reduces"]),
                 tensors=tensors,
-                slower=f"{alone['milliseconds'] / plan['milliseconds']:,.0f}",
+                each=f"{numbers.milliseconds(alone['milliseconds'] / alone['all_reduces'])} ms",
+                slower=f"{alone['milliseconds'] / plan['milliseconds']:,.1f}",
                 all_reduces=plan["all_reduces"],
             )
         ),
+        Paragraph(text("whatif.reading")),
     ]
 
 
@@ -220,8 +220,7 @@ def _ways(model: dict[str, Any], text: Texts) -> Table:
             (
                 text(f"whatif.{way['way']}"),
                 numbers.count(way["all_reduces"]),
-                ("≈ " if way["all_reduces_run"] < way["all_reduces"] else "")
-                + numbers.milliseconds(way["milliseconds"]),
+                numbers.milliseconds(way["milliseconds"]),
                 ""
                 if way["repeats"] == 1
                 else f"{numbers.milliseconds(way['milliseconds_least'])} - "
@@ -230,15 +229,14 @@ def _ways(model: dict[str, Any], text: Texts) -> Table:
             for way in model["ways"]
         ),
         align="lrrr",
+        shares=shares([way["milliseconds"] for way in model["ways"]]),
+        shares_of=2,
     )
 
 
 def tell_steps(facts: dict[str, Any], text: Texts) -> list[Block]:
     """Part 8: the optimizer steps."""
     steps = facts["steps"]
-    names: dict[str, list[str]] = {}
-    for number, rank in enumerate(steps["ranks"]):
-        names.setdefault(rank["digest"][:_SHOWN_DIGITS], []).append(str(number))
     return [
         Paragraph(text("steps.story", steps=steps["steps"], optimizer=steps["optimizer"])),
         Table(
@@ -261,15 +259,9 @@ def tell_steps(facts: dict[str, Any], text: Texts) -> list[Block]:
             ),
             align="rrrr",
         ),
-        *(
-            Paragraph(
-                text(
-                    "steps.weights",
-                    digest=f"`{digest}`",
-                    ranks=f"{text('rank')} {', '.join(holders)}",
-                )
-            )
-            for digest, holders in names.items()
+        Marks(
+            text("steps.weights"),
+            ((text("steps.last"), tuple(r["digest"][:_SHOWN_DIGITS] for r in steps["ranks"])),),
         ),
         Paragraph(
             text(

@@ -16,6 +16,7 @@ TEXTS: Final = {
     "progress.backward": "recording one backward",
     "progress.whatif": "other ways to reduce, with {tensors} small tensors too",
     "progress.steps": "optimizer steps on all ranks",
+    "progress.nodes": "a second world, on two nodes",
     # ------------------------------------------------------------ the frame
     "title": "Data parallelism, told from a real run",
     "built_in": "the built-in digits model",
@@ -25,38 +26,52 @@ TEXTS: Final = {
         "different samples, and make them act like one process with a bigger batch."
     ),
     "chain": "the whole chain, with this run's numbers",
-    "chain.dataset": "dataset: {samples} samples",
-    "chain.sampler": "sampler: {share} of them for each of {ranks} ranks",
-    "chain.batch": "local batch: {batch} samples on each rank, {total} in the global batch",
-    "chain.loss": "forward, local loss: {losses}",
-    "chain.ready": "backward, gradients ready one after another: {tensors} tensors",
-    "chain.bucket": "hooks fill buckets: {buckets} buckets",
-    "chain.reduce": "all-reduce: {all_reduces}, of which {early} left while backward was still running",
-    "chain.step": "optimizer step on every rank by itself: {optimizer}",
-    "chain.equal": "weights on all ranks: {checksums} checksum",
+    "chain.dataset": "Dataset: {samples} samples",
+    "chain.sampler": "DistributedSampler: every rank has samples of its own",
+    "chain.samples": "{count} samples",
+    "chain.batch": "DataLoader: a local batch of {batch} samples on each rank, {total} in the global batch",
+    "chain.loss": "forward: every rank has its own loss",
+    "chain.ready": "backward: {tensors} gradients, ready one after another",
+    "chain.bucket": "hooks fill {buckets} buckets",
+    "chain.reduce": "all-reduce: {all_reduces} of them, {early} while backward was still running",
+    "chain.mean": "the same gradient on every rank: the mean, |g| = {length}",
+    "chain.step": "optimizer.step(): {optimizer} on every rank by itself",
+    "chain.equal": "the weights of all ranks have {checksums} checksum",
     "rank": "rank",
-    "ranks": "ranks",
-    "claim": "claim",
-    "measured": "measured",
     "held": "holds",
     "failed": "DOES NOT HOLD",
     "verdict": "{word}: {claim}",
     "separator": "; ",
+    "colon": ": ",
+    "times": "x",
     "because": "because {cause}",
-    "none": "none",
     # ------------------------------------------------------------ 1 the world
     "world.title": "1. The world: one rank is one process with the whole model",
     "world.ranks": (
-        "`world_size` is {ranks}: so many processes train. `rank` numbers them all; `local_rank` numbers those of one "
-        "node. Here is {nodes} node, so the two are equal; on a second node with as many processes, local_rank 0 would "
-        "be rank {next}, and a local_rank alone would no longer say who somebody is."
+        "`world_size` is {ranks}: so many processes train. `rank` numbers them all, `local_rank` those of one node, and "
+        "which device a process takes is its local_rank's affair. All of these ranks are on {nodes} node, so here the two "
+        "numbers are the same."
     ),
     "world.node": "node",
     "world.device": "device",
     "world.pid": "process",
     "world.model": "model",
-    "world.before": "weights before",
+    "world.gradient": "gradient",
+    "world.state": "{optimizer} state",
+    "world.before": "before wrapping",
     "world.after": "after wrapping",
+    "world.digests": "checksum of the weights on rank 0, 1, 2, ...",
+    "world.second": (
+        "On several nodes they differ. That was tried out as well: {nodes} launchers were started on this machine, each "
+        "told that it is a node with {each} ranks, exactly as one starts them on {nodes} machines. Their ranks met in a "
+        "world of their own, and each told all others where it stood:"
+    ),
+    "world.boxes": "the second world: rank = node x {each} + local_rank",
+    "world.numbers": (
+        "`local_rank` 0 is there {nodes} times, `rank` 0 once among {world_size}: which device to use is a question for "
+        "local_rank, who somebody is one for rank."
+    ),
+    "world.no_second": "A second world on two nodes was to show how they differ, but it did not start: {problem}",
     "world.whole": (
         "{model} has {parameters} parameters in {tensors} tensors: {bytes}, and every rank holds all of it: {total} on "
         "{ranks} ranks. It is replicated, not sharded; a shard would be {shard}. Each rank also has a gradient of "
@@ -65,7 +80,7 @@ TEXTS: Final = {
     ),
     "world.copied": (
         "The ranks were given different weights on purpose: {before} different checksums. Wrapping the model copied rank "
-        "0's weights to all: {after} checksum. From here on all start from the same point."
+        "0's weights to all, and {after} was left. From here on all start from the same point."
     ),
     # ------------------------------------------------------------ 2 the samples
     "samples.title": "2. The samples: who gets which",
@@ -112,7 +127,7 @@ TEXTS: Final = {
     "gradients.equal": (
         "What is wanted is the gradient of the whole global batch. Rank 0 computed it alone, as one process with all {total} "
         "samples. The mean g = (g_0 + ... + g_{last}) / {ranks}, by a real all-reduce, differs from it by {difference} "
-        "of its length; what the wrapper left in `.grad` on every rank, by {wrapper}. The last column lets you check one "
+        "of its length; what the wrapper left in `.grad` on every rank, by {wrapper}. In the last column you can check one "
         "number by hand."
     ),
     "gradients.rounding": (
@@ -130,6 +145,7 @@ TEXTS: Final = {
     "gradients.uneven_plain": "mean of means",
     "gradients.uneven_exact": "backward(loss_sum, count=n)",
     "gradients.off": "off from one process",
+    "gradients.picture": "the local gradients and their mean: lengths, and angles to the mean, as measured",
     # ------------------------------------------------------------ 4 drift
     "drift.title": "4. Why gradients must be synchronised",
     "drift.story": (
@@ -137,11 +153,17 @@ TEXTS: Final = {
         "each rank stepped with its own gradient: after the first step there were {first} different models, and in each "
         "later step each rank computed its gradient at another point. In the other set the gradients were averaged."
     ),
-    "drift.alone": "distance from rank 0 to the farthest rank, not synchronised, as a share of the weights' length",
+    "drift.apart": "distance from rank 0 to the farthest rank, as a share of the weights' length",
+    "drift.alone": "not synchronised",
+    "drift.with": "synchronised",
     "drift.step": "step {step}",
     "drift.together": (
         "After {steps} steps: {apart} apart without synchronisation ({share} of the weights' length). With it: {together}, "
         "and after each step the checksums of all ranks were equal, bit for bit."
+    ),
+    "drift.parted": (
+        "After {steps} steps: {apart} apart without synchronisation ({share} of the weights' length). With it they should be "
+        "equal, bit for bit; they are {together} apart."
     ),
     # ------------------------------------------------------------ 5 averaging
     "averaging.title": "5. Why gradients, and not parameters",
@@ -171,7 +193,7 @@ TEXTS: Final = {
         "Backward does not produce all gradients at once: it runs through the graph from the loss to the input, and one "
         "parameter after another is ready. A hook on each parameter counts its bucket down; a full bucket leaves at once, "
         "while backward goes on. {recorded} steps were recorded on every rank; this is the "
-        "quickest, in milliseconds since it began."
+        "quickest of them."
     ),
     "backward.lane_forward": "forward",
     "backward.lane_backward": "backward",
@@ -183,7 +205,7 @@ TEXTS: Final = {
         "{flight} a bucket is in flight   {step} optimizer step"
     ),
     "backward.of_rank": "rank {rank}",
-    "backward.order": "order on rank 0",
+    "backward.order": "the order in which gradients became ready on rank 0; times in milliseconds",
     "backward.parameter": "parameter",
     "backward.bucket": "bucket",
     "backward.ready_at": "ready at",
@@ -191,7 +213,7 @@ TEXTS: Final = {
     "backward.back_at": "came back at",
     "backward.more": "... and {count} more",
     "backward.overlap": (
-        "{buckets} buckets of at most {cap} carried {tensors} gradients in {all_reduces} all-reduces; {early} of them left "
+        "{buckets} buckets, each full at {cap}, carried {tensors} gradients in {all_reduces} all-reduces; {early} of them left "
         "before backward had ended, the last one with it. On rank 0 buckets were in flight for {flight}, and {hidden} of that "
         "({share}) was hidden: the rank was computing gradients meanwhile."
     ),
@@ -203,16 +225,23 @@ TEXTS: Final = {
     "whatif.title": "7. What if it were done otherwise",
     "whatif.job": (
         "One backward of this model ({tensors} tensors, {bytes}), reduced in four ways, each run {repeats} times in turn: "
-        "medians over the runs, each taken on the slowest rank."
+        "medians over the runs, each taken on the slowest rank. All went the same way from rank to rank: {way}."
     ),
     "whatif.many": (
-        "And a model of {tensors} tensors of {elements} numbers each ({bytes}). The bucketed ways are medians of {repeats} "
-        "runs; one all-reduce per tensor was run once."
+        "And a model of {tensors} tensors of {elements} number each ({bytes}), so that an all-reduce has next to nothing "
+        "to carry, and what is measured is its start. The bucketed ways are medians of {repeats} runs; one all-reduce per "
+        "tensor was run once."
+    ),
+    "whatif.whole": (
+        "All {run} all-reduces were really run, one after another: {each} for each, and {slower} times as long in all as the "
+        "plan with its {all_reduces}. Each one pays its own start."
     ),
     "whatif.cut": (
-        "After {run} of {tensors} all-reduces that run had taken too long and was ended; its time is worked out from "
-        "the part that was run."
+        "There was no time for all {tensors}: {run} all-reduces were run, one after another, and the table has the time of "
+        "these. That is {each} for each, and {slower} times as long as the plan took for all {tensors} tensors with "
+        "its {all_reduces}. Each one pays its own start. `--seconds` gives them more time."
     ),
+    "whatif.shared": "shared memory",
     "whatif.way": "way",
     "whatif.count": "all-reduces",
     "whatif.time": "milliseconds",
@@ -222,8 +251,7 @@ TEXTS: Final = {
     "whatif.one_bucket": "one big bucket",
     "whatif.plan": "buckets as planned",
     "whatif.reading": (
-        "All ways leave the same gradient. {tensors} all-reduces took {slower} times as long as the plan's {all_reduces}: each "
-        "one pays its own start. One big bucket has the fewest starts but cannot leave before the last gradient is "
+        "One big bucket has the fewest starts but cannot leave before the last gradient is "
         "there, so nothing is hidden. Buckets are the middle: few starts, and most of them early. On a shared machine and "
         "with a small model the times of the last three may change places; the counts do not."
     ),
@@ -237,16 +265,17 @@ TEXTS: Final = {
     "steps.loss": "mean loss",
     "steps.checksums": "different checksums",
     "steps.one_loss": "one process",
-    "steps.weights": "the checksum of the weights: {digest} on {ranks}",
+    "steps.weights": "checksum of the weights on rank 0, 1, 2, ...",
+    "steps.last": "after the last step",
     "steps.one": (
         "One process that took the same global batches alone ended {apart} of the way apart from the {ranks} ranks."
     ),
     "steps.rounding": "It is the same training, but for rounding that the optimizer may enlarge.",
     "steps.differs": "That is no wonder: in part 3 its gradient was another one already.",
     # ------------------------------------------------------------ the claims
-    "claims.title": "What was claimed, and whether it held",
     "claims.all": "{count} claims, all held. {seconds} s.",
     "claims.some": "{failed} of {count} claims did not hold: {names}. {seconds} s.",
+    "claim.world.rank": "rank = node x ranks per node + local_rank, on one node and on two",
     "claim.world.whole": "every rank holds the whole model",
     "claim.world.copied": "wrapping makes all ranks start from rank 0's weights",
     "claim.samples.once": "every sample is dealt exactly once",
@@ -284,12 +313,18 @@ TEXTS: Final = {
     ),
     "cause.loss_no_mean": (
         "the loss is no mean over samples: one process has {one_process}, the mean of the ranks is {mean_of_ranks}. A sum, or a "
-        "mean over tokens or pixels, needs model.backward(loss_sum, count=n)"
+        "mean over tokens or pixels, needs model.backward(loss_sum, count=n); where the samples of a batch influence each "
+        "other, as in a contrastive loss, they have to be gathered first"
     ),
     "cause.arithmetic": (
         "loss and mode are not to blame: the model computes in a lower precision than its weights have (autocast), or the samples "
         "of a batch influence each other"
     ),
     "cause.not_finite": "a loss, gradient or weight was NaN or infinite",
+    "cause.no_second_world": "the launchers of the second world did not bring it about: {said}",
+    "cause.equal_gradients": (
+        "all ranks had the same gradient, as from equal samples: then nothing parts them, and averaging changes nothing"
+    ),
+    "cause.coarse_weights": "the weights have so few digits that rounding alone could make a difference like this one",
     "cause.unknown": "of something that explain does not know; `rankstep check` looks closer",
 }

@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rankstep.explain.job import JobError
+from rankstep.explain.blame import JobError, calling
 from rankstep.explain.measure import vectors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import nn
 
     from rankstep.explain.measure.stage import Stage
@@ -29,11 +27,11 @@ def probe(stage: Stage) -> float:
     Raises:
         JobError: Names the piece of the job that does not work, and the cause.
     """
-    batch = _calling(
+    batch = calling(
         f"making a batch of samples {stage.indices(0)[:3]} and so on",
         lambda: stage.batch(stage.indices(0)),
     )
-    model = _calling("copying the model", stage.fresh)
+    model = calling("copying the model", stage.fresh)
     seconds = 0.0
     for _ in range(2):  # the first time is longer: memory, kernels, caches
         model.zero_grad()
@@ -41,13 +39,25 @@ def probe(stage: Stage) -> float:
         _backward(stage, model, batch)
         stage.settle()
         seconds = time.perf_counter() - began
-    optimizer = _calling("optimizer(params)", lambda: stage.optimizer(model))
+    optimizer = calling("optimizer(params)", lambda: stage.optimizer(model))
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise JobError(
             f"optimizer(params) returned {type(optimizer).__name__}. Next: return a torch.optim.Optimizer."
         )
-    _calling("optimizer.step()", optimizer.step)
+    _check_optimizer(optimizer, model)
+    calling("optimizer.step()", optimizer.step)
     return seconds
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """See that it steps the parameters that it was given: there are several copies of the model."""
+    given = {id(param) for param in model.parameters()}
+    foreign = sum(id(p) not in given for group in optimizer.param_groups for p in group["params"])
+    if foreign:
+        raise JobError(
+            f"optimizer(params) made an optimizer with {foreign} parameters that it was not given. Next: use its argument, as "
+            "in lambda params: torch.optim.AdamW(params, lr=1e-3); several copies of the model are trained."
+        )
 
 
 def copied(model: nn.Module, device: torch.device) -> nn.Module:
@@ -56,14 +66,12 @@ def copied(model: nn.Module, device: torch.device) -> nn.Module:
     Raises:
         JobError: It cannot be copied, or not moved there.
     """
-    moved: nn.Module = _calling(
-        f"copying the model to {device}", lambda: copy.deepcopy(model).to(device)
-    )
-    return moved
+    return calling(f"copying the model to {device}", lambda: copy.deepcopy(model).to(device))
 
 
 def _backward(stage: Stage, model: nn.Module, batch: Any) -> None:
-    loss = _calling("loss(model, batch)", lambda: stage.loss(model, batch))
+    # Whatever the annotations say, a user's function may return anything.
+    loss: object = calling("loss(model, batch)", lambda: stage.loss(model, batch))
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         got = (
             f"a tensor of shape {tuple(loss.shape)}"
@@ -78,20 +86,18 @@ def _backward(stage: Stage, model: nn.Module, batch: Any) -> None:
             "the loss does not depend on the model's weights: it has no graph. Next: leave out .item(), .detach() and "
             "torch.no_grad()."
         )
+    if not loss.is_floating_point():
+        raise JobError(
+            f"loss(model, batch) returned a {loss.dtype} scalar. Next: return a real number, the mean loss over the batch's "
+            "samples."
+        )
     if not math.isfinite(float(loss.detach())):
         raise JobError(
             f"the loss of the first batch is {float(loss.detach())}. Next: see that the model's first weights and the "
             "samples give a finite loss."
         )
-    _calling("loss.backward()", loss.backward)
+    calling("loss.backward()", loss.backward)
     if not float(vectors.gradients(model).abs().max()):
         raise JobError(
             "the gradient of the first batch is zero everywhere. Next: see that the loss uses what the model returns."
         )
-
-
-def _calling(what: str, call: Callable[[], Any]) -> Any:
-    try:
-        return call()
-    except Exception as error:
-        raise JobError(f"{what} raised {type(error).__name__}: {error}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import random
 import time
 from dataclasses import dataclass, field
@@ -48,6 +49,7 @@ class Stage:
         steps: How many steps the parts that train take.
         tensors: How many tensors the model of many small tensors has.
         local_batch: Samples per rank and step.
+        deadline: When all parts should be done, by ``time.monotonic``.
         rate: A learning rate for plain SGD that moves the weights by about a hundredth in the first step.
     """
 
@@ -59,6 +61,7 @@ class Stage:
     steps: int
     tensors: int
     local_batch: int
+    deadline: float = math.inf
     rate: float = 0.0
     orders: dict[tuple[int, int], list[int]] = field(default_factory=dict)
 
@@ -145,6 +148,10 @@ class Stage:
         call()
         self.settle()
         return (time.perf_counter_ns() - began) / 1e6
+
+    def seconds_left(self) -> float:
+        """Return how much time is left."""
+        return self.deadline - time.monotonic()
 
     def settle(self) -> None:
         """Let a GPU finish what it was given, so that the clock sees it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,46 +11,67 @@ from torch import nn
 
 from rankstep.explain.measure import vectors
 from rankstep.explain.measure.backward import cap_mb
-from rankstep.explain.measure.peers import distance, length, ratio
+from rankstep.explain.measure.peers import Peers, distance, length, ratio
+from rankstep.explain.measure.stage import MIB
 from rankstep.parallel import DistributedDataParallel
+from rankstep.world import agree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from rankstep.explain.measure.peers import Peers
     from rankstep.explain.measure.stage import Stage
 
     Loss = Callable[[nn.Module], torch.Tensor]
 
 REPEATS = 5
 REPEATS_OF_MANY = 3
-# Ten thousand small all-reduces may take a minute on a busy machine: after so many seconds the rest is worked out.
-_PATIENCE_S = 5.0
+# At least so many single all-reduces are run, however late it is; then the clock is read after as many again.
 _AT_ONCE = 250
-_ELEMENTS = 64
+# A tensor of one number carries as good as nothing: what is measured is the start of an all-reduce.
+_ELEMENTS = 1
 # A bucket size below one element: every parameter is a bucket by itself.
 _NOTHING_MB = 1e-9
 _EVERYTHING_MB = 1e9
+_BUCKETS_OF_MANY = 4
 
 
 def measure(stage: Stage) -> tuple[dict[str, Any], dict[str, Any]]:
     """Time one backward of the job's model, and of a model of many small tensors, each reduced in four ways."""
     batch = stage.batch(stage.indices(0))
-    cap = cap_mb(stage)
 
     def loss(model: nn.Module) -> torch.Tensor:
         return stage.loss(model, batch)
 
-    def many() -> nn.Module:
-        return _Many(stage.tensors).to(stage.world.device)
-
     tiny = DistributedDataParallel(stage.fresh(), bucket_cap_mb=_NOTHING_MB)
+    peers = Peers(tiny.reducer.comm, stage.world.device)
     # With buckets this small, every parameter leaves alone, but still while backward runs.
     alone = {"per_parameter": _wrapped(tiny, loss)}
-    job = _compare(stage, alone | _ways(stage, stage.fresh, loss, cap), cap, REPEATS)
-    bucketed = _compare(stage, _ways(stage, many, _total, None), None, REPEATS_OF_MANY)
-    bucketed["ways"].insert(0, _one_by_one(stage, many()))
-    return {}, {"job": job, "many": bucketed | {"elements": _ELEMENTS}}
+    cap = cap_mb(stage)
+    ways = alone | _ways(stage.fresh, loss, cap, peers)
+    # What all ways should come to is known without them: each rank's own gradient, and their mean.
+    mean = peers.mean(stage.gradient(stage.fresh(), stage.indices(0))[1])
+    job = _compare(stage, ways, mean, REPEATS) | {"bucket_cap_mb": cap}
+    many = _many(stage, peers)
+    return {}, {"job": job, "many": many, "way": getattr(peers.comm, "way", peers.comm.name)}
+
+
+def _many(stage: Stage, peers: Peers) -> dict[str, Any]:
+    """Do the same to a model of many small tensors, on other numbers on each rank."""
+    generator = torch.Generator().manual_seed(stage.world.rank)
+    factors = torch.rand(stage.tensors * _ELEMENTS, generator=generator).to(stage.world.device)
+
+    def make() -> nn.Module:
+        return _Many(stage.tensors).to(stage.world.device)
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        total: torch.Tensor = model(factors)
+        return total
+
+    cap = max(factors.nbytes / _BUCKETS_OF_MANY, _ELEMENTS * factors.element_size()) / MIB
+    mean = peers.mean(factors)
+    many = _compare(stage, _ways(make, loss, cap, peers), mean, REPEATS_OF_MANY)
+    many["ways"].insert(0, _one_by_one(stage, peers, make(), loss, mean))
+    return many | {"bucket_cap_mb": cap, "elements": _ELEMENTS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,37 +84,31 @@ class _Way:
 
 
 class _Many(nn.Module):
-    """A model of nothing but small tensors."""
+    """A model of nothing but small tensors, whose gradients are what it is given."""
 
     def __init__(self, tensors: int) -> None:
         super().__init__()
         self.parts = nn.ParameterList(torch.full((_ELEMENTS,), 0.5) for _ in range(tensors))
 
-    def forward(self) -> torch.Tensor:
-        return torch.cat(list(self.parts)).square().sum()
+    def forward(self, factors: torch.Tensor) -> torch.Tensor:
+        return torch.cat(list(self.parts)) @ factors
 
 
-def _total(model: nn.Module) -> torch.Tensor:
-    total: torch.Tensor = model()
-    return total
-
-
-def _ways(
-    stage: Stage, make: Callable[[], nn.Module], loss: Loss, cap: float | None
-) -> dict[str, _Way]:
+def _ways(make: Callable[[], nn.Module], loss: Loss, cap: float, peers: Peers) -> dict[str, _Way]:
     planned = DistributedDataParallel(make(), bucket_cap_mb=cap)
     loss(planned).backward()
     plan = planned.reducer.plan
-    groups = [bucket.params for bucket in plan.buckets] if plan else []
+    # Behind a last bucket of sparse gradients there is one without any, for what ranks tell each other.
+    groups = [bucket.params for bucket in plan.buckets if bucket.params] if plan else []
     return {
-        "after_backward": _afterwards(make(), loss, groups, stage.peers),
+        "after_backward": _afterwards(make(), loss, groups, peers),
         "one_bucket": _wrapped(DistributedDataParallel(make(), bucket_cap_mb=_EVERYTHING_MB), loss),
         "plan": _wrapped(planned, loss),
     }
 
 
 def _compare(
-    stage: Stage, ways: dict[str, _Way], cap: float | None, repeats: int
+    stage: Stage, ways: dict[str, _Way], reference: torch.Tensor, repeats: int
 ) -> dict[str, Any]:
     """Run all ways in turn, so that a busy moment of the machine hits all of them, and take medians."""
     times: dict[str, list[float]] = {way: [] for way in ways}
@@ -103,7 +117,6 @@ def _compare(
             spent = stage.milliseconds(way.run)
             if repeat:  # the first time is for learning
                 times[name].append(spent)
-    reference = vectors.gradients(ways["plan"].model)
     rows = []
     for name, way in ways.items():
         # A step takes as long as on the slowest rank.
@@ -113,7 +126,7 @@ def _compare(
             {
                 "way": name,
                 "all_reduces": way.all_reduces(),
-                "all_reduces_run": way.all_reduces(),
+                "tensors": len(vectors.trained(way.model)),
                 "repeats": repeats,
                 "milliseconds": statistics.median(slowest),
                 "milliseconds_least": min(slowest),
@@ -125,7 +138,6 @@ def _compare(
     return {
         "tensors": len(tensors),
         "bytes": vectors.nbytes(tensors),
-        "bucket_cap_mb": cap,
         "ways": rows,
     }
 
@@ -149,22 +161,26 @@ def _afterwards(
 ) -> _Way:
     """Run a whole backward first, then reduce the plan's buckets one after the other."""
     params = vectors.trained(model)
+    made: list[int] = []
 
     def run() -> None:
         model.zero_grad()
         loss(model).backward()
-        for group in groups:
-            _reduce([params[index] for index in group], peers)
+        made.append(_reduce_each([[params[index] for index in group] for group in groups], peers))
 
-    return _Way(model, run, lambda: len(groups))
-
-
-def _reduce_each(params: Sequence[nn.Parameter], peers: Peers) -> None:
-    for param in params:
-        _reduce([param], peers)
+    return _Way(model, run, lambda: made[-1])
 
 
-def _reduce(params: list[nn.Parameter], peers: Peers) -> None:
+def _reduce_each(groups: Sequence[Sequence[nn.Parameter]], peers: Peers) -> int:
+    """Reduce these groups of gradients, one all-reduce each, and return how many that were."""
+    made = 0
+    for group in groups:
+        _reduce(group, peers)
+        made += 1
+    return made
+
+
+def _reduce(params: Sequence[nn.Parameter], peers: Peers) -> None:
     grads = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in params]
     mean = peers.mean(torch.cat([grad.reshape(-1) for grad in grads]))
     parts = mean.split([grad.numel() for grad in grads])
@@ -172,28 +188,29 @@ def _reduce(params: list[nn.Parameter], peers: Peers) -> None:
         param.grad = part.view(param.shape)
 
 
-def _one_by_one(stage: Stage, model: nn.Module) -> dict[str, Any]:
-    """Reduce each gradient by an all-reduce of its own, once, until all are done or it has taken too long."""
-    peers, params = stage.peers, vectors.trained(model)
-    spent = stage.milliseconds(lambda: _total(model).backward())
-    parts = [spent]
+def _one_by_one(
+    stage: Stage, peers: Peers, model: nn.Module, loss: Loss, expected: torch.Tensor
+) -> dict[str, Any]:
+    """Reduce each gradient by an all-reduce of its own, once, until all are done or there is no time left."""
+    params = vectors.trained(model)
+    parts = [stage.milliseconds(lambda: loss(model).backward())]
     done = 0
-    while done < len(params):
-        group = params[done : done + _AT_ONCE]
-        parts.append(stage.milliseconds(functools.partial(_reduce_each, group, peers)))
-        done += len(group)
-        # All ranks must stop at the same place: the slowest one decides.
-        if max(row[0] for row in peers.table([sum(parts[1:])])) > 1e3 * _PATIENCE_S:
-            break
-    slowest = [max(column) for column in zip(*peers.table(parts), strict=True)]
-    milliseconds = slowest[0] + sum(slowest[1:]) * len(params) / done
-    got = torch.cat([param.grad.reshape(-1) for param in params[:done] if param.grad is not None])
-    # Every rank has the same weights and no samples here: the mean is what each one had.
-    expected = torch.cat([2 * param.detach() for param in params[:done]])
+    made: list[int] = []
+
+    def some() -> None:
+        made.append(_reduce_each([[param] for param in params[done : done + _AT_ONCE]], peers))
+
+    while done < len(params) and (done == 0 or not agree(stage.seconds_left() <= 0)):
+        parts.append(stage.milliseconds(some))
+        done = min(done + _AT_ONCE, len(params))
+    # Every piece takes as long as on the slowest rank, as the next one begins on all of them together.
+    milliseconds = sum(max(column) for column in zip(*peers.table(parts), strict=True))
+    got = vectors.gradients(model)[: done * _ELEMENTS]
+    expected = expected[: done * _ELEMENTS]
     return {
         "way": "per_parameter",
-        "all_reduces": len(params),
-        "all_reduces_run": done,
+        "all_reduces": sum(made),
+        "tensors": done,
         "repeats": 1,
         "milliseconds": milliseconds,
         "milliseconds_least": milliseconds,
