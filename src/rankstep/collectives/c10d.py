@@ -102,6 +102,20 @@ class C10dCommunicator:
             self._direct = Direct(lane_of(self._known_as()), self._marks)
         return self._direct
 
+    def all_reduce_in(self, tensor: torch.Tensor, dtype: torch.dtype) -> Pending:
+        """Start a sum that travels in a half type, in place; the same bits on all ranks. See ``wire.py``.
+
+        Args:
+            tensor: Of float32 or float64, on the CPU, contiguous; :meth:`can_go_direct`.
+            dtype: On the way.
+        """
+        direct = self.direct()
+        if direct is None:
+            return self.all_reduce(tensor)
+        from rankstep.collectives.wire import Wire
+
+        return Wire(direct.lane, direct.lookout, dtype).all_reduce(tensor)
+
     def can_go_direct(self, device: torch.device) -> bool:
         """Whether tensors of ``device`` can be sent by direct exchange: from CPU to CPU, by gloo."""
         from rankstep.collectives.twin import backend_of, store_of

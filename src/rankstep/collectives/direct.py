@@ -12,12 +12,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
+import zlib
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rankstep.collectives.courier import Courier
+from rankstep.collectives.ledger import Ledger
 from rankstep.collectives.patrol import patrol
 from rankstep.collectives.twin import twin_of
 
@@ -32,8 +34,9 @@ if TYPE_CHECKING:
 CHUNK_BYTES = 1024 * 1024
 """A part travels in messages of this size: small enough to be summed in the cache while the next one arrives."""
 
-_TAGS = 2**31 - 2
+_NUMBERS = 2**17
 _NEVER_SENT = 2**31 - 1
+_TOLD_PARTS = 8
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -74,6 +77,7 @@ class Lane:
 
     Args:
         group: The twin; nobody else sends in it.
+        ledger: Of what goes through it.
 
     Attributes:
         peers: The other ranks, from the next one on, so that not all ranks send to the same one first.
@@ -82,21 +86,31 @@ class Lane:
         give_back: Takes it again.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, ledger: Ledger) -> None:
         self.group = group
+        self.ledger = ledger
         self.rank: int = group.rank()
         self.world_size: int = group.size()
         self.peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
         self.couriers = (Courier("rankstep sums", self), Courier("rankstep results", self))
-        self._tag = 0
+        self._number = 0
         self._memory = _Memory()
         self.borrow = self._memory.borrow
         self.give_back = self._memory.give_back
 
-    def tags(self, count: int) -> list[int]:
-        """Tags for the chunks of one collective; ``count`` must be equal on all ranks."""
-        first, self._tag = self._tag, (self._tag + count) % _TAGS
-        return [(first + place) % _TAGS for place in range(count)]
+    def tags(self, count: int, what: str) -> list[int]:
+        """Tags for the chunks of one collective: 17 bits of a running number, and 14 that depend on what it is.
+
+        gloo ends the process if a message is longer than the receive that it meets, so those of different collectives must
+        not meet.
+
+        Args:
+            count: How many; equal on all ranks.
+            what: As for :meth:`Ledger.enter`.
+        """
+        mark = self.ledger.enter(what)
+        first, self._number = self._number, (self._number + count) % _NUMBERS
+        return [((first + place) % _NUMBERS) << 14 | mark for place in range(count)]
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
         """Start a message."""
@@ -143,7 +157,8 @@ class _Exchange:
         """Return when this rank's result is there and its memory may be written again."""
         if self._waited:
             return
-        with patrol.watch(self._lookout, self._lane.close), torch.no_grad():
+        lane = self._lane
+        with patrol.watch(self._lookout, lane.close, lane.ledger.compare), torch.no_grad():
             for works, use in self._arrivals:
                 for work in works:
                     work.wait()
@@ -188,7 +203,7 @@ class Direct:
         own = parts[lane.rank]
         into = own if into is None else into.detach()
         chunks = [_chunks(part) for part in parts]
-        tags = lane.tags(max(map(len, chunks)))
+        tags = lane.tags(max(map(len, chunks)), _told("the sum of parts", parts))
         targets = _chunks(into)
         scratch = [lane.borrow(own.numel(), own.dtype) for _ in lane.peers]
         pieces = dict(zip(lane.peers, map(_chunks, scratch), strict=True))
@@ -230,7 +245,7 @@ class Direct:
         """
         lane = self.lane
         chunks = [_chunks(part.detach()) for part in parts]
-        tags = lane.tags(max(map(len, chunks)))
+        tags = lane.tags(max(map(len, chunks)), _told("the gathering of parts", parts))
         receives = [
             lane.receive(chunks[peer][place], peer, tags[place])
             for place in range(len(tags))
@@ -247,6 +262,14 @@ class Direct:
 
 def _nothing() -> None:
     """Nothing is left to do."""
+
+
+def _told(what: str, parts: Sequence[torch.Tensor]) -> str:
+    """A collective, in words; the sizes of many ranks as a checksum."""
+    sizes = ", ".join(str(part.numel()) for part in parts)
+    if len(parts) > _TOLD_PARTS:
+        sizes = f"{len(parts)} ranks ({zlib.crc32(sizes.encode()):08x})"
+    return f"{what} of {sizes} elements of {str(parts[0].dtype).removeprefix('torch.')}"
 
 
 def _chunks(part: torch.Tensor) -> list[torch.Tensor]:
@@ -293,5 +316,7 @@ def lane_of(group: Any) -> Lane:
         Its twin group carries CPU tensors by gloo; see :meth:`C10dCommunicator.can_go_direct`.
     """
     if group not in _lanes:
-        _lanes[group] = Lane(twin_of(group, "direct", torch.device("cpu")).group)
+        twin = twin_of(group, "direct", torch.device("cpu")).group
+        rank, size = group.rank(), group.size()
+        _lanes[group] = Lane(twin, Ledger(group, "direct", range(size), rank))
     return _lanes[group]

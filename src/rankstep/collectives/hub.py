@@ -16,7 +16,6 @@ import functools
 import os
 import threading
 import weakref
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,7 +86,7 @@ class Hub:
         self._open: collections.deque[Operation] = collections.deque()
         self._by_number: dict[int, Operation] = {}
         self._next = 0
-        self._broken = ""
+        self._broken: BaseException | None = None
         self._withdrawn: collections.deque[int] = collections.deque()
         self._works: dict[Any, Work] = {}
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
@@ -110,6 +109,7 @@ class Hub:
         tensor: torch.Tensor | None = None,
         sizes: tuple[int, ...] = (),
         then: Callable[[], None] | None = None,
+        cross: Callable[[torch.Tensor], Any] | None = None,
     ) -> Operation:
         """Post this rank's part of an operation, and do what can be done by now.
 
@@ -118,6 +118,7 @@ class Hub:
             tensor: Flat, in :attr:`memory`; None: nothing but the message.
             sizes: The ranks' parts of it, in elements, where the caller says them.
             then: Is called as soon as the result is there, before anybody hears of it.
+            cross: Sums a slice over the hosts; None: as all others are.
 
         Raises:
             RuntimeError: A peer has ended or failed, or asks for something else.
@@ -131,6 +132,7 @@ class Hub:
                     raise AssertionError("a tensor outside the shared segments")
                 post = Post(kind, DTYPES.index(tensor.dtype), place, tensor.nbytes)
             operation = Operation(self, self._next, post, sizes, tensor, then)
+            operation.cross = cross or self._start_crossing
             operation.missing = {peer.rank for peer in self.peers}
             self._next += 1
             self._open.append(operation)
@@ -152,9 +154,9 @@ class Hub:
         """Do what has been left lying, unless the rank is at work itself."""
         if self.lock.acquire(blocking=False):
             try:
-                if not self._broken:
+                if self._broken is None:
                     self._advance()
-                if not self._open or self._broken:
+                if not self._open or self._broken is not None:
                     self._some_open.clear()
             except BaseException as error:  # noqa: BLE001 - kept, and raised where the rank waits
                 self.give_up(error)
@@ -194,7 +196,10 @@ class Hub:
             told = {self.rank: own}
             told |= {peer.rank: post for peer, post in zip(self.peers, posts, strict=True)}
             wanted = "; ".join(f"rank {rank} {told[rank]}" for rank in sorted(told))
-            raise RuntimeError(f"the ranks want different things at once: {wanted}")
+            raise RankSkewError(
+                f"rank {self.rank}: the ranks want different things at once: {wanted}. Some rank skipped, repeated or added a "
+                "step or a forward that the others did not; every rank must take the same."
+            )
         if own.kind is Kind.SHARE or not own.nbytes:
             if own.kind is Kind.SHARE:
                 operation.memory = (
@@ -210,10 +215,10 @@ class Hub:
                 self._works.clear()
             work = self._works[key] = self._prepare(operation, posts)
         operation.work = work
-        with torch.no_grad(), _label(own.kind):
+        with torch.no_grad():
             work.sum()
-        if work.crosses is not None and self._start_crossing is not None:
-            operation.crossing = self._start_crossing(work.crosses)
+        if work.crosses is not None and operation.cross is not None:
+            operation.crossing = operation.cross(work.crosses)
             operation.state = State.CROSSING
             wake = functools.partial(_arrived, operation, self._channels)
             operation.crossing.get_future().add_done_callback(wake)
@@ -305,16 +310,22 @@ class Hub:
                 raise RuntimeError(f"{peer} has ended")
 
     def _raise_broken(self) -> None:
-        if self._broken:
-            raise RuntimeError(self._broken)
+        if isinstance(self._broken, RankSkewError):
+            raise RankSkewError(str(self._broken))
+        if self._broken is not None:
+            raise RuntimeError(f"an earlier collective failed: {_text(self._broken)}")
 
     def give_up(self, error: BaseException) -> None:
         """Nothing can be exchanged any more: every later use repeats why, and the peers hear of it."""
-        if not self._broken:
-            self._broken = f"an earlier collective failed: {str(error) or type(error).__name__}"
+        if self._broken is None:
+            self._broken = error
             # That is found by every rank for itself.
             if not isinstance(error, RankSkewError):
-                self._channels.send(failure(str(error) or type(error).__name__))
+                self._channels.send(failure(_text(error)))
+
+
+def _text(error: BaseException) -> str:
+    return str(error) or type(error).__name__
 
 
 def _announce(this: weakref.ref[Hub], number: int, fd: int, nbytes: int) -> None:
@@ -322,13 +333,6 @@ def _announce(this: weakref.ref[Hub], number: int, fd: int, nbytes: int) -> None
     if hub is not None:
         with hub.lock:
             hub._channels.send(pack(Word.SEGMENT, number, nbytes=nbytes), fd)
-
-
-def _label(kind: Kind) -> AbstractContextManager[Any]:
-    """What profiles show, as gloo's label does for gloo; nothing where nobody profiles."""
-    if not torch.autograd.profiler._is_profiler_enabled:
-        return nullcontext()
-    return torch.profiler.record_function(f"shared memory:{kind.name.lower()}")
 
 
 def _arrived(operation: Operation, channels: Channels, _: object) -> None:

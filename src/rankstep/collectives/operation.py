@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import threading
 import time
 import warnings
 from dataclasses import dataclass
@@ -51,6 +52,23 @@ class Work:
     spread: Callable[[], None] = _nothing
 
 
+class _Label:
+    """What a profile shows of an operation, from its start to its end.
+
+    Profiles are searched for the labels that gloo gives to its collectives, which begin in one thread and end in another.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._handle = torch.ops.profiler._record_function_enter_new(f"gloo:{name}", None)
+
+    def end(self) -> None:
+        """It has ended."""
+        end = torch.ops.profiler._record_function_exit._RecordFunction
+        thread = threading.Thread(target=end, args=(self._handle,))
+        thread.start()
+        thread.join()
+
+
 class Operation:
     """A :class:`rankstep.collectives.Pending` of the ranks of one host.
 
@@ -66,7 +84,8 @@ class Operation:
         state: See :class:`State`.
         missing: The peers that have not said that they are done.
         work: This rank's part.
-        crossing: The sum over the hosts.
+        cross: Starts the sum of a slice over the hosts; None: there is one host.
+        crossing: That sum.
         arrived: That has ended.
         memory: What a SHARE has brought.
     """
@@ -87,17 +106,22 @@ class Operation:
         self.state = State.POSTED
         self.missing: set[int] = set()
         self.work = Work()
+        self.cross: Callable[[torch.Tensor], Any] | None = None
         self.crossing: Any = None
         self.arrived = False
         self.memory: torch.Tensor | None = None
         self._hub = hub
         self._then = then
+        profiled = torch.autograd.profiler._is_profiler_enabled
+        self._label = _Label(post.kind.name.lower()) if profiled else None
         self._future: torch.futures.Future[None] | None = None
 
     def finish(self) -> None:
         """The result is there."""
         self.state = State.FINISHED
         self.tensor = None
+        if self._label is not None:
+            self._label.end()
         if self._then is not None:
             self._then()
         if self._future is not None:

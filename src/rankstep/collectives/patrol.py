@@ -27,10 +27,14 @@ LOOK_S = 0.5
 class _Wait:
     """One rank's wait, as the patrol sees it."""
 
-    def __init__(self, lookout: Lookout, give_up: Callable[[], None]) -> None:
+    def __init__(
+        self, lookout: Lookout, give_up: Callable[[], None], compare: Callable[[], None]
+    ) -> None:
         self.lookout = lookout
         self.give_up = give_up
+        self.compare = compare
         self.next_look_s = time.monotonic() + alarm.ALARM_S
+        self.looked = False
         self.error: SyncError | None = None
 
 
@@ -44,18 +48,21 @@ class Patrol:
         self._thread: threading.Thread | None = None
 
     @contextlib.contextmanager
-    def watch(self, lookout: Lookout, give_up: Callable[[], None]) -> Iterator[None]:
+    def watch(
+        self, lookout: Lookout, give_up: Callable[[], None], compare: Callable[[], None]
+    ) -> Iterator[None]:
         """Look around while the body waits.
 
         Args:
             lookout: Knows where this rank waits, and looks for the others.
             give_up: Makes the body's wait fail; called from the patrol's thread.
+            compare: Raises if the ranks exchange different things; called from there, too.
 
         Raises:
-            RankSkewError: The ranks wait in different places, found here or by another rank that gave up for it.
+            RankSkewError: The ranks wait in different places or for different things, found here or by another rank that gave up for it.
             SyncError: The guard has found another reason why this wait cannot end.
         """
-        wait = _Wait(lookout, give_up)
+        wait = _Wait(lookout, give_up, compare)
         self._enter(wait)
         try:
             yield
@@ -105,6 +112,10 @@ class Patrol:
             if time.monotonic() >= wait.next_look_s:
                 wait.next_look_s = time.monotonic() + alarm.CONFIRM_S
                 wait.lookout.waited_long()
+                # Places are known by name, and told at the second look, so they come first.
+                if wait.looked:
+                    wait.compare()
+                wait.looked = True
         except SyncError as error:
             wait.error = error
             wait.lookout.give_up(error)

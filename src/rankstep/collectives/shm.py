@@ -12,13 +12,18 @@ import torch
 import torch.distributed as dist
 
 from rankstep.collectives.c10d import C10dCommunicator
+from rankstep.collectives.direct import Lane
 from rankstep.collectives.hub import Hub
+from rankstep.collectives.ledger import Ledger
 from rankstep.collectives.neighbours import SWITCH_VARIABLE, meet
 from rankstep.collectives.posts import DTYPES, Kind
 from rankstep.collectives.twin import backend_of, store_of, timeout_of
+from rankstep.collectives.wire import Wire
 from rankstep.errors import CommunicationError, SharedMemoryWarning
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rankstep.collectives.communicator import Communicator, Pending
 
 _PLACE = "rankstep/host"
@@ -96,9 +101,23 @@ class HostCommunicator(C10dCommunicator):
         hub = self._hub_for(tensor.device, tensor.dtype) if plain else None
         if hub is None:
             return super().all_reduce(tensor)
+        return self._in_shared_memory(hub, tensor)
+
+    def all_reduce_in(self, tensor: torch.Tensor, dtype: torch.dtype) -> Pending:
+        """Start a sum over the group that is rounded only on its way between hosts."""
+        hub = self._hub_for(tensor.device, tensor.dtype) if tensor.numel() else None
+        if hub is None:
+            return super().all_reduce_in(tensor, dtype)
+        lane = self._end.lane
+        wire = None if lane is None else Wire(lane, self._marks, dtype)
+        return self._in_shared_memory(hub, tensor, None if wire is None else wire.all_reduce)
+
+    def _in_shared_memory(
+        self, hub: Hub, tensor: torch.Tensor, cross: Callable[[torch.Tensor], Any] | None = None
+    ) -> Pending:
         if hub.memory.place_of(tensor) is not None:
-            return hub.start(Kind.ALL_REDUCE, tensor)
-        return self._by_copy(hub, Kind.ALL_REDUCE, tensor)
+            return hub.start(Kind.ALL_REDUCE, tensor, cross=cross)
+        return self._by_copy(hub, Kind.ALL_REDUCE, tensor, cross=cross)
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Pending:
         """Start a broadcast; in shared memory once the ranks have met, where they are all on one host."""
@@ -111,7 +130,12 @@ class HostCommunicator(C10dCommunicator):
         return self._by_copy(hub, Kind.BROADCAST, tensor, sizes)
 
     def _by_copy(
-        self, hub: Hub, kind: Kind, tensor: torch.Tensor, sizes: tuple[int, ...] = ()
+        self,
+        hub: Hub,
+        kind: Kind,
+        tensor: torch.Tensor,
+        sizes: tuple[int, ...] = (),
+        cross: Callable[[torch.Tensor], Any] | None = None,
     ) -> Pending:
         """Let a tensor of ordinary memory take part."""
         key = (tensor.numel(), tensor.dtype)
@@ -126,7 +150,7 @@ class HostCommunicator(C10dCommunicator):
 
         with torch.no_grad():
             like.copy_(tensor)
-        return hub.start(kind, flat, sizes, back)
+        return hub.start(kind, flat, sizes, back, cross)
 
     def reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor]) -> Pending:
         """Start a reduce-scatter; in shared memory where the parts are slices of one tensor of :meth:`allocate`."""
@@ -191,7 +215,9 @@ class HostCommunicator(C10dCommunicator):
                 return None, None
             address += part.nbytes
             numel += part.numel()
-        flat = torch.empty(0, dtype=first.dtype).set_(storage, int(first.storage_offset()), (numel,), (1,))
+        flat = torch.empty(0, dtype=first.dtype).set_(
+            storage, int(first.storage_offset()), (numel,), (1,)
+        )
         return (hub, flat) if hub.memory.place_of(flat) is not None else (None, None)
 
     def __repr__(self) -> str:
@@ -205,12 +231,12 @@ class _End:
     Attributes:
         hub: None: no memory is shared.
         way: See :attr:`HostCommunicator.way`.
-        across: The groups of the slices that cross between hosts, kept alive.
+        lane: To the ranks of the other hosts that own the same slice; None: there are none, or this rank owns no slice.
     """
 
     hub: Hub | None
     way: str
-    across: Any = None
+    lane: Lane | None = None
 
 
 _ends: weakref.WeakKeyDictionary[Any, _End] = weakref.WeakKeyDictionary()
@@ -249,4 +275,9 @@ def _meet(group: dist.ProcessGroup) -> _End:
         start_crossing=lambda part: across.allreduce([part]),
         owners=owners,
     )
-    return _End(hub, f"shared memory inside {len(hosts)} hosts, sockets between them", across)
+    way = f"shared memory inside {len(hosts)} hosts, sockets between them"
+    lane = None
+    if across is not None:
+        members = [ranks[index] for ranks in hosts]
+        lane = Lane(across, Ledger(group, f"across/{index}", members, meeting.layout.host))
+    return _End(hub, way, lane)

@@ -157,7 +157,8 @@ class WireWork:
         self._out = {peer: self._pieces(parts[peer]) for peer in lane.peers}
         self._in = {peer: self._pieces(parts[lane.rank]) for peer in lane.peers}
         count = max(map(len, self._parts))
-        tags = lane.tags(2 * count)
+        full, half = (str(dtype).removeprefix("torch.") for dtype in (tensor.dtype, wire.dtype))
+        tags = lane.tags(2 * count, f"the sum of {tensor.numel()} elements of {full} as {half}")
         self._there, self._back = tags[:count], tags[count:]
         self._sends: list[dist.Work] = []
         self._terms = [
@@ -247,7 +248,8 @@ class WireWork:
 
     def wait(self) -> None:
         """Return when the sum is there."""
-        with patrol.watch(self._wire.lookout, self._lane.close):
+        lane = self._lane
+        with patrol.watch(self._wire.lookout, lane.close, lane.ledger.compare):
             self._future.result()
 
     def is_completed(self) -> bool:

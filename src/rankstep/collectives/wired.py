@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rankstep.collectives.wire import FULL_DTYPES, Wire
+from rankstep.collectives.wire import FULL_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -93,7 +93,6 @@ class WiredCommunicator:
     def __init__(self, inner: C10dCommunicator, dtype: torch.dtype) -> None:
         self.exact = inner
         self.dtype = dtype
-        self._wire: Wire | None = None
         self._report: WireReport | None = None
         self.rank = inner.rank
         self.world_size = inner.world_size
@@ -114,24 +113,16 @@ class WiredCommunicator:
         flat = tensor.layout is torch.strided and tensor.is_contiguous()
         if tensor.dtype not in FULL_DTYPES or tensor.device.type != "cpu" or not flat:
             return self.exact.all_reduce(tensor)
-        wire = self.connect()
-        if wire is None:
+        if self.exact.one_host:
             return self.exact.all_reduce(tensor)
         if self._report is not None:
-            return self._measured(tensor, wire, self._report)
-        return wire.all_reduce(tensor)
+            return self._measured(tensor, self._report)
+        return self.exact.all_reduce_in(tensor, self.dtype)
 
-    def connect(self) -> Wire | None:
-        """Open the connections, unless they are open. The first call is collective.
-
-        Returns:
-            What sends halves; None where nothing is sent: there is one rank, or all share the memory of one host.
-        """
-        if self._wire is None and not self.exact.one_host:
-            direct = self.exact.direct()
-            if direct is not None:
-                self._wire = Wire(direct.lane, direct.lookout, self.dtype)
-        return self._wire
+    def connect(self) -> None:
+        """Open the connections now, on all ranks, where no rank can be in the middle of something else."""
+        if not self.exact.one_host:
+            self.exact.all_reduce_in(torch.zeros(1), self.dtype).wait()
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[WireReport]:
@@ -142,7 +133,7 @@ class WiredCommunicator:
         finally:
             self._report = None
 
-    def _measured(self, tensor: torch.Tensor, wire: Wire, report: WireReport) -> Pending:
+    def _measured(self, tensor: torch.Tensor, report: WireReport) -> Pending:
         exact = tensor.detach().clone()
         self.exact.barrier().wait()
         begun = time.perf_counter()
@@ -150,7 +141,7 @@ class WiredCommunicator:
         report.exact_ms += 1e3 * (time.perf_counter() - begun)
         self.exact.barrier().wait()
         begun = time.perf_counter()
-        work = wire.all_reduce(tensor)
+        work = self.exact.all_reduce_in(tensor, self.dtype)
         work.wait()
         report.wire_ms += 1e3 * (time.perf_counter() - begun)
         report.add(exact, tensor.detach())
