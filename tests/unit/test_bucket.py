@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from rankstep.buckets.bucket import _LEGAL, Bucket, BucketState, Kept, grad_view
 from rankstep.buckets.plan import Caps, ParamSpec, make_plan
@@ -316,6 +317,187 @@ def test_gradients_that_require_grad_are_taken_as_values():
     tensors[1].grad = torch.ones(8, requires_grad=True)
     bucket.add(1, tensors[1])
     assert_bitwise_equal(bucket.views[1], grads[1] / 2 + 0.5)
+
+
+# ---------------------------------------------------------------- many small ones
+
+
+def many(count=8):
+    """Parameters of every kind, enough of two kinds for concatenation."""
+    shapes = [(3, 2), (5,)] * count
+    shapes[2:2] = [(), (0, 3), (2, 2, 2)]
+    tensors = params(*shapes)
+    columns = torch.nn.Parameter(torch.zeros(4, 3).t())
+    return [*tensors[:4], columns, *tensors[4:]]
+
+
+def test_many_small_gradients_are_concatenated_into_their_views():
+    tensors = many()
+    bucket, _ = bucket_of(tensors, packed_below=10**6)
+    grads = give(tensors)
+    # Equal rows in other strides, too, as autograd may leave them.
+    tensors[0].grad = grads[0].t().contiguous().t()
+    with CatSpy() as spy:
+        assert bucket.gather(at_end=False)
+    assert spy.counts == [8, 8]
+    for view, grad in zip(bucket.views, grads, strict=True):
+        assert_bitwise_equal(view, grad / 2)
+    assert [tensor.grad for tensor in tensors] == [None] * len(tensors)
+
+
+def test_fewer_than_eight_of_a_kind_are_copied_view_by_view():
+    tensors = many(7)
+    bucket, _ = bucket_of(tensors, packed_below=10**6)
+    grads = give(tensors)
+    with CatSpy() as spy:
+        assert bucket.gather(at_end=False)
+    assert spy.counts == []
+    for view, grad in zip(bucket.views, grads, strict=True):
+        assert_bitwise_equal(view, grad / 2)
+
+
+class CatSpy(TorchFunctionMode):
+    """Counts how many tensors each ``torch.cat`` joins."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.cat:
+            self.counts.append(len(args[0]))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("missing", [0, 1, 6, 19])
+def test_one_of_many_without_a_gradient_leaves_all_gradients_as_they_were(missing):
+    tensors = many()
+    bucket, _ = bucket_of(tensors, packed_below=10**6)
+    grads = give(tensors)
+    tensors[missing].grad = None
+    held = [tensor.grad for tensor in tensors]
+    assert not bucket.gather(at_end=False)
+    for tensor, grad, value in zip(tensors, held, grads, strict=True):
+        assert tensor.grad is grad
+        assert grad is None or torch.equal(grad, value)
+    unused = bucket.gather_with_gaps([1] * len(tensors))
+    assert set(unused) == {missing}
+    for index, (view, grad) in enumerate(zip(bucket.views, grads, strict=True)):
+        assert_bitwise_equal(view, torch.zeros_like(grad) if index == missing else grad / 2)
+
+
+def test_one_sparse_gradient_among_many_is_left_to_the_careful_way():
+    tensors = many()
+    bucket, _ = bucket_of(tensors, packed_below=10**6)
+    grads = give(tensors)
+    place = next(i for i in range(6, 20) if tensors[i].dim() == 2)
+    tensors[place].grad = grads[place].to_sparse()
+    assert not bucket.gather(at_end=False)
+    assert bucket.gather_with_gaps([1] * len(tensors)) == {}
+    for view, grad in zip(bucket.views, grads, strict=True):
+        assert_bitwise_equal(view, grad / 2)
+
+
+def settled(tensors):
+    """A bucket that has been through one step, so that every ``.grad`` lies in it."""
+    bucket, _ = bucket_of(tensors, packed_below=10**6)
+    give(tensors)
+    assert bucket.gather(at_end=True)
+    send(bucket)
+    bucket.begin_step(len(tensors))
+    assert all(t.grad is view for t, view in zip(tensors, bucket.views, strict=True))
+    return bucket
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+def test_many_gradients_that_lie_in_the_bucket_are_not_copied(at_end):
+    tensors = many()
+    bucket = settled(tensors)
+    before = bucket.flat.clone()
+    with CatSpy() as spy:
+        assert bucket.gather(at_end=at_end)
+    assert spy.counts == []
+    assert_bitwise_equal(bucket.flat, before / 2)
+    # Before the end of backward a late gradient must land beside the buffer.
+    assert all((tensor.grad is None) is not at_end for tensor in tensors)
+    send(bucket)
+    assert all(t.grad is view for t, view in zip(tensors, bucket.views, strict=True))
+
+
+@pytest.mark.parametrize("fresh", [[0], [7], [1, 4, 8, 9]])
+def test_some_of_many_in_the_bucket_and_some_beside_it(fresh):
+    tensors = many()
+    bucket = settled(tensors)
+    for index in fresh:
+        tensors[index].grad = torch.full_like(tensors[index].grad, 100.0 + index)
+    expected = [tensor.grad.clone() / 2 for tensor in tensors]
+    assert bucket.gather(at_end=True)
+    send(bucket)
+    for tensor, view, value in zip(tensors, bucket.views, expected, strict=True):
+        assert tensor.grad is view
+        assert_bitwise_equal(view, value)
+
+
+@pytest.mark.parametrize("moved", [[5], range(20)], ids=["one", "all"])
+def test_gradients_moved_out_of_the_bucket_are_brought_back(moved):
+    tensors = many()
+    bucket = settled(tensors)
+    for index in moved:
+        # As a conversion of the module does it: the same tensor object, other memory.
+        tensors[index].grad.data = tensors[index].grad.data + 1.0
+    expected = [tensor.grad.clone() / 2 for tensor in tensors]
+    assert bucket.gather(at_end=True)
+    send(bucket)
+    for index, (tensor, value) in enumerate(zip(tensors, expected, strict=True)):
+        assert tensor.grad is bucket.views[index]
+        assert_bitwise_equal(tensor.grad, value)
+    bucket.flat.zero_()
+    assert not any(tensor.grad.any() for tensor in tensors)
+
+
+def test_views_moved_between_gathering_and_handing_back_are_made_anew():
+    tensors = many()
+    bucket = settled(tensors)
+    old = tensors[0].grad
+    grads = give(tensors)
+    assert bucket.gather(at_end=False)
+    # Somebody has kept the last step's gradient and moves it now.
+    old.data = torch.full_like(old, 77.0)
+    send(bucket)
+    assert tensors[0].grad is not old
+    assert_bitwise_equal(tensors[0].grad, grads[0] / 2)
+
+
+def test_a_gradient_with_other_rows_than_planned_is_refused_before_it_travels():
+    tensors = params(*[(3, 2)] * 8)
+    bucket, _ = bucket_of(tensors, packed_below=10**6)
+    give(tensors)
+    tensors[3].data = torch.zeros(5, 2)
+    tensors[3].grad = torch.ones(5, 2)
+    with (
+        pytest.warns(UserWarning, match="resized"),
+        pytest.raises(RuntimeError, match="must match"),
+    ):
+        bucket.gather(at_end=False)
+
+
+def test_handing_back_happens_once_in_a_step_and_can_be_undone():
+    tensors = many()
+    bucket, _ = bucket_of(tensors, packed_below=10**6)
+    give(tensors)
+    bucket.take_back()
+    assert all(tensor.grad is not None for tensor in tensors)
+    assert bucket.gather(at_end=True)
+    bucket.move(READY)
+    launch(bucket)
+    bucket.hand_back()
+    assert all(t.grad is view for t, view in zip(tensors, bucket.views, strict=True))
+    own = torch.ones_like(tensors[0])
+    tensors[0].grad = own
+    bucket.hand_back()
+    assert tensors[0].grad is own
+    bucket.take_back()
+    assert [tensor.grad for tensor in tensors] == [None] * len(tensors)
 
 
 # ---------------------------------------------------------------- travelling

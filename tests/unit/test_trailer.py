@@ -113,6 +113,16 @@ def test_a_second_write_replaces_the_first():
     assert tail.read_used() == [0, 1, 0, 0, 0, 0, 0]
 
 
+def test_every_write_says_all_of_its_row_whatever_was_said_before():
+    tail = Trailer(torch.zeros(trailer.numel(PARAMS, 2)), PARAMS, 0, 2, averages=False)
+    flags = [0, 1, 1, 0, 1, 0, 1]
+    for row, used in [(some_row(3), flags), (Row(), None), (some_row(4), None), (Row(), flags)]:
+        tail.region.fill_(9.0)
+        tail.write(row, used)
+        assert tail.read_rows() == [row, Row(mode=0)]
+        assert tail.read_used() == (used or [1] * PARAMS)
+
+
 def test_a_row_that_nobody_wrote_is_no_valid_row():
     tail = Trailer(torch.zeros(trailer.numel(PARAMS, 2)), PARAMS, 0, 2, averages=False)
     tail.write(Row(), None)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from rankstep.buckets.comm_hooks import CommHook, GradBucket, HookWork
+from rankstep.buckets.packed import Packed
+from rankstep.collectives.wired import all_reduce_with_tail
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -100,22 +102,12 @@ class Bucket:
         extra_numel: int,
     ) -> None:
         self.spec = spec
-        self.flat = comm.allocate(spec.numel + extra_numel, spec.dtype, spec.device)
         self.params = [tensors[i] for i in spec.params]
-        self.views = [
-            grad_view(self.flat, offset, specs[i])
-            for i, offset in zip(spec.params, spec.offsets, strict=True)
-            if not spec.sparse
-        ]
-        self.view_of = dict(zip(spec.params, self.views, strict=False))
-        packed = [place for place, o in enumerate(spec.offsets) if o < spec.packed_numel]
-        self._packed_params = [self.params[place] for place in packed]
-        self._packed_views = [self.views[place] for place in packed]
         self._specs = [specs[i] for i in spec.params]
+        packed = [place for place, o in enumerate(spec.offsets) if o < spec.packed_numel]
+        packed.sort(key=lambda place: (spec.offsets[place], self._specs[place].numel))
         self._packed_places = packed
-        self._addresses = [view.data_ptr() for view in self.views]
-        self._packed_addresses = [self._addresses[place] for place in packed]
-        self._packed = self.flat[: spec.packed_numel]
+        self._lay_out(comm.allocate(spec.numel + extra_numel, spec.dtype, spec.device))
         in_pack = set(packed)
         self.large = {i for place, i in enumerate(spec.params) if place not in in_pack}
         self._dtype = specs[spec.params[0]].dtype if spec.params else spec.dtype
@@ -125,6 +117,32 @@ class Bucket:
         self.state = BucketState.FILLING
         self.copied: set[int] = set()
         self.left = 0
+        self._in_place = False
+        self._handed_back = False
+
+    def _lay_out(self, flat: torch.Tensor) -> None:
+        spec, packed = self.spec, self._packed_places
+        self.flat = flat
+        self.views = [
+            grad_view(flat, offset, param)
+            for param, offset in zip(self._specs, spec.offsets, strict=True)
+            if not spec.sparse
+        ]
+        self.view_of = dict(zip(spec.params, self.views, strict=False))
+        self._addresses = list(map(_address, self.views))
+        self._packed = Packed(
+            flat,
+            [self.params[place] for place in packed],
+            [self._specs[place] for place in packed],
+            [spec.offsets[place] for place in packed],
+        )
+        self._packed_views = [self.views[place] for place in packed]
+        self._packed_part = flat[: spec.packed_numel]
+
+    def leave_shared_memory(self) -> None:
+        """A user's hook may resize the buffer, which memory that other ranks see does not allow."""
+        if not (self.spec.sparse or self.flat.untyped_storage().resizable()):
+            self._lay_out(self.flat.clone())
 
     def move(self, state: BucketState) -> None:
         """Change the state; anything but a legal move is a mistake of ours."""
@@ -132,19 +150,21 @@ class Bucket:
             raise AssertionError(f"bucket {self.spec.index}: {self.state} cannot become {state}")
         self.state = state
 
-    def mend(self) -> None:
-        """Make views anew that no longer lie in the buffer.
+    def mend(self) -> bool:
+        """Make views anew that no longer lie in the buffer; say whether there were any.
 
         A view is also a parameter's ``.grad``, and ``grad.data = ...`` or a conversion of the module moves it elsewhere.
         """
+        if list(map(_address, self.views)) == self._addresses:
+            return False
         for place, (view, address) in enumerate(zip(self.views, self._addresses, strict=True)):
             if view.data_ptr() != address:
                 new = grad_view(self.flat, self.spec.offsets[place], self._specs[place])
                 self.views[place] = self.view_of[self.spec.params[place]] = new
         self._packed_views = [self.views[place] for place in self._packed_places]
         # A hook that grew the buffer has moved all of it.
-        self._addresses = [view.data_ptr() for view in self.views]
-        self._packed_addresses = [self._addresses[place] for place in self._packed_places]
+        self._addresses = list(map(_address, self.views))
+        return True
 
     def put(self, grad: torch.Tensor, view: torch.Tensor) -> None:
         """Write one gradient, divided as the collective needs it, into its view."""
@@ -175,32 +195,46 @@ class Bucket:
             param.grad = None
 
     def gather(self, *, at_end: bool) -> bool:
-        """Take all small gradients at once. False, with nothing changed, if some parameter has none.
+        """Take all small gradients at once. False, with every ``.grad`` as it was, if some parameter has none.
 
         Args:
             at_end: Backward has ended, so no late gradient can come and ``.grad`` may stay until it is overwritten.
         """
         if len(self.copied) != len(self.large):
             return False
-        if self._packed_params:
-            if list(map(_address, self._packed_views)) != self._packed_addresses:
-                self.mend()
-            grads = [param.grad for param in self._packed_params]
-            with torch.no_grad():
-                try:
-                    torch._foreach_copy_(self._packed_views, grads)  # type: ignore[arg-type]
-                except TypeError:  # one of them is None
+        params = self._packed.params
+        if not params:
+            return True
+        grads = self._packed.grads()
+        # A gradient that was moved out of the buffer is no longer in place, although it is its view.
+        in_place = self._packed.in_place(grads, self._packed_views) and not self.mend()
+        with torch.no_grad():
+            try:
+                if not in_place:
+                    self._copy_packed(grads)
+            except TypeError:  # one of them is None
+                return False
+            except RuntimeError:
+                if any(grad is not None and grad.is_sparse for grad in grads):
                     return False
-                except RuntimeError:
-                    if any(grad is not None and grad.is_sparse for grad in grads):
-                        return False
-                    raise
-                if self.scale != 1.0:
-                    self._packed.mul_(self.scale)
-            if not at_end:
-                for param in self._packed_params:
-                    param.grad = None
+                raise
+            if self.scale != 1.0:
+                self._packed_part.mul_(self.scale)
+        if not at_end:
+            for param in params:
+                param.grad = None
+        self._in_place = in_place and at_end
         return True
+
+    def _copy_packed(self, grads: list[torch.Tensor | None]) -> None:
+        if self._packed.copies_views:
+            self.mend()
+        try:
+            self._packed.copy(grads, self._packed_views)
+        except RuntimeError:
+            # One lies in the buffer already, or is to be refused: view by view, what is possible is done.
+            self.mend()
+            torch._foreach_copy_(self._packed_views, grads)  # type: ignore[arg-type]
 
     def gather_with_gaps(self, touched: Sequence[int]) -> dict[int, Kept]:
         """Take what is there, parameter by parameter; zeros where nothing is.
@@ -261,10 +295,11 @@ class Bucket:
         """
         gradients = self.flat[: self.spec.numel]
         if hook is None:
-            self._work = self._comm.all_reduce(
-                self.flat[self.spec.numel :] if tail_only else self.flat
+            self._work = all_reduce_with_tail(
+                self._comm, self.flat, self.spec.numel, tail_only=tail_only
             )
         elif not tail_only:
+            self._in_place = False  # The hook may do anything to the parameters.
             bucket = GradBucket(
                 self.spec.index, gradients, self.views, self.params, is_last=is_last
             )
@@ -310,7 +345,7 @@ class Bucket:
             self.flat[: self.spec.numel].mul_(factor)
 
     def hand_back(self) -> None:
-        """Give every parameter its view of the reduced buffer as ``.grad``.
+        """Give every parameter its view of the buffer as ``.grad``, unless that was done in this step.
 
         Raises:
             RuntimeError: The module was converted, so that parameters have another dtype. Whole modules are converted as
@@ -318,8 +353,22 @@ class Bucket:
         """
         if self.params and self.params[0].dtype != self._dtype:
             raise RuntimeError(f"a gradient of {self._dtype} for {self.params[0].dtype}")
-        for param, view in zip(self.params, self.views, strict=True):
-            param.grad = view
+        if self._handed_back:
+            return
+        self.mend()
+        if self._in_place:
+            for index in self.large:
+                self.params[self.spec.params.index(index)].grad = self.view_of[index]
+        else:
+            for param, view in zip(self.params, self.views, strict=True):
+                param.grad = view
+        self._handed_back = True
+
+    def take_back(self) -> None:
+        """The result will not come: nobody may take what is in the buffer for it."""
+        if self._handed_back:
+            for param in self.params:
+                param.grad = None
 
     def restore(self, index: int, kept: Kept) -> None:
         """Give a parameter that no rank used the ``.grad`` it had before."""
@@ -337,3 +386,4 @@ class Bucket:
             self.move(BucketState.FILLING)
         self.left = awaited
         self.copied.clear()
+        self._in_place = self._handed_back = False

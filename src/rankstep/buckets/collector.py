@@ -8,12 +8,15 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from rankstep.buckets.autoplan import AutoPlan
 from rankstep.buckets.bucket import BucketState
 from rankstep.buckets.learn import Firings
 from rankstep.buckets.line import Line, agree_on_line
 from rankstep.buckets.plan import ParamSpec
 from rankstep.buckets.states import LEGAL, ReducerState
 from rankstep.buckets.step import Step
+from rankstep.collectives.wired import WiredCommunicator
+from rankstep.errors import ModelError
 from rankstep.trace.events import GradReady
 
 if TYPE_CHECKING:
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from rankstep.buckets.bucket import Bucket
     from rankstep.buckets.comm_hooks import CommHook
     from rankstep.buckets.plan import Caps, Plan
+    from rankstep.buckets.states import Sharding
     from rankstep.buckets.step import StepFacts
     from rankstep.collectives import Communicator
     from rankstep.trace.events import Event
@@ -55,6 +59,8 @@ class Collector:
         delayed: Names of parameters that go last.
         spent: This rank has run out of inputs (``together``) and takes part with a batch that does not count.
         silent: It had none since the last reduction, so whatever its gradients are, zeros leave.
+        auto: Finds the plan by measurement; None: the caps say it.
+        sharding: An optimizer that is dealt to the ranks, which takes its share of each bucket; None: there is none.
     """
 
     def __init__(
@@ -78,6 +84,11 @@ class Collector:
         self.delayed: frozenset[str] = frozenset()
         self.spent = False
         self.silent = False
+        self.sharding: Sharding | None = None
+        self.auto = (
+            AutoPlan(comm, params[0].device) if caps.measured and comm.world_size > 1 else None
+        )
+        self._watcher: Callable[[Event], None] | None = None
         self._recorder: Callable[[Event], None] | None = None
         self._sparse = sparse
         self._step = Step()
@@ -94,6 +105,13 @@ class Collector:
         self.firings = Firings(len(params))
         self._step.changed = False
         self.line: Line | None = None
+        if self.auto is not None:
+            self.auto.restart()
+
+    def plan_anew(self) -> None:
+        """Let this backward learn how often each parameter fires, and its end plan with what was measured."""
+        self.line = None
+        self.firings.expected[:] = [0] * len(self.params)
 
     # ---------------------------------------------------------------- called by hooks
 
@@ -154,16 +172,18 @@ class Collector:
     @property
     def recorder(self) -> Callable[[Event], None] | None:
         """Is told of every event; None costs nothing."""
-        return self._recorder
+        return self._watcher
 
     @recorder.setter
     def recorder(self, recorder: Callable[[Event], None] | None) -> None:
-        self._recorder = recorder
-        if self.line is not None:
-            self._listen()
+        self._watcher = recorder
+        self._listen()
 
     def _listen(self) -> None:
-        line = self._line
+        self._recorder = self._watcher if self.auto is None else self.auto.beside(self._watcher)
+        line = self.line
+        if line is None:
+            return
         line.recorder = self._recorder
         self.firings.home[:] = line.bucket_of
         self.firings.loud[:] = [
@@ -172,7 +192,26 @@ class Collector:
         ]
 
     def use_hook(self, hook: CommHook) -> None:
-        """Let a user's function reduce the buckets from now on."""
+        """Let a user's function reduce the buckets from now on.
+
+        Raises:
+            ModelError: The buckets are to be chosen by measurement of the communicator's own all-reduce, or something else
+                says already how gradients travel.
+        """
+        if self.auto is not None:
+            raise ModelError(
+                'bucket_cap_mb="auto" measures the all-reduce of the process group, and a comm hook communicates in '
+                "another way. Give the caps in MiB to use a hook"
+            )
+        if self.sharding is not None:
+            raise ModelError(
+                "a communication hook reduces every gradient on every rank, and a ShardedOptimizer gives each rank its share. "
+                "Use one or the other"
+            )
+        if isinstance(self.comm, WiredCommunicator):
+            raise ModelError(
+                f"wire_dtype={self.comm.dtype} and a communication hook both say how gradients travel. Use one or the other"
+            )
         self.hook = hook
         if self.line is not None:
             self.line.use_hook(hook)
@@ -181,17 +220,33 @@ class Collector:
     def _line(self) -> Line:
         """The buckets; planned and allocated at the end of the first synced backward, in rank 0's order."""
         if self.line is None:
-            self.line = agree_on_line(
-                self.firings.order(), self.specs, self.params, self.comm, self.caps, self.delayed
+            self.use_line(
+                agree_on_line(
+                    self.firings.order(),
+                    self.specs,
+                    self.params,
+                    self.comm,
+                    self.caps if self.auto is None else self.auto,
+                    self.delayed,
+                    self.sharding,
+                )
             )
-            self.line.number = self.reductions
-            self.line.name = f"wrapper {self.wrapper}"
-            self._listen()
-            self.line.skips_unused = self.skips_unused
-            self.line.looks_for_nonfinite = self.looks_for_nonfinite
-            self.line.silent = self.silent
-            self.line.use_hook(self.hook)
-        return self.line
+        line = self.line
+        assert line is not None  # noqa: S101 - use_line has set it
+        return line
+
+    def use_line(self, line: Line) -> None:
+        """Take these buckets; all ranks must do so in the same step."""
+        self.line = line
+        line.number = self.reductions
+        line.name = f"wrapper {self.wrapper}"
+        self._listen()
+        line.skips_unused = self.skips_unused
+        line.looks_for_nonfinite = self.looks_for_nonfinite
+        line.silent = self.silent
+        line.use_hook(self.hook)
+        if self.sharding is not None:
+            self.sharding.laid_out(line)
 
     def _move(self, state: ReducerState) -> None:
         if state not in LEGAL[self.state]:

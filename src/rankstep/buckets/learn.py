@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rankstep.buckets.bucket import Bucket
@@ -23,7 +23,7 @@ class Firings:
         count: How many parameters there are.
 
     Attributes:
-        fired: Calls in this backward, per parameter; hooks write it.
+        fired: Calls in this backward or the last one, per parameter; hooks write it.
         expected: Calls after which a gradient is whole; hooks read it. Both lists stay the same objects for good.
         home: Each parameter's bucket, once there is a plan; the same object for good, too.
         loud: True for each parameter whose hook must call the reducer and not only count down its bucket.
@@ -38,7 +38,7 @@ class Firings:
         self.home: list[Bucket] = []
         self.loud: list[bool] = []
         self.accumulated = [0] * count
-        self._zeros = (0,) * count
+        self._zeros = [0] * count
         self._last_position: dict[int, int] = {}
         self._positions = 0
         self._differed = 0
@@ -66,8 +66,16 @@ class Firings:
         """For each parameter: nonzero if any gradient reached it since the last reduction."""
         return [f + a for f, a in zip(self.fired, self.accumulated, strict=True)]
 
+    def open(self) -> None:
+        """A synced backward begins: count from 0.
+
+        Not done when the one before ends, where the memory that its gradients have just left makes any further
+        allocation slow.
+        """
+        self.fired[:] = self._zeros
+
     def close(self, *, learns: bool = True) -> bool:
-        """The backward is over: reset the counts.
+        """The backward is over: draw the conclusions.
 
         Args:
             learns: False: it died, or this rank only kept the others company, so its counts mean nothing.
@@ -101,10 +109,26 @@ class Firings:
                 self._forget()
         elif self._differed:
             self._forget()
-        self.fired[:] = self._zeros
-        self.accumulated[:] = self._zeros
+        if self.accumulated != self._zeros:
+            self.accumulated[:] = self._zeros
         return changed
 
     def _forget(self) -> None:
         self._differed = 0
         self._highest[:] = self._zeros
+
+    def learned(self) -> dict[str, Any]:
+        """What is known by now, as plain data."""
+        return {
+            "expected": list(self.expected),
+            "first": list(self.expected if self._first is None else self._first),
+            "highest": list(self._highest),
+            "differed": self._differed,
+        }
+
+    def recall(self, learned: dict[str, Any]) -> None:
+        """Know what :meth:`learned` returned."""
+        self.expected[:] = learned["expected"]
+        self._first = list(learned["first"])
+        self._highest[:] = learned["highest"]
+        self._differed = learned["differed"]

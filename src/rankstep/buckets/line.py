@@ -6,23 +6,33 @@ import contextlib
 import functools
 import sys
 import time
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
 
 from rankstep.buckets import trailer
+from rankstep.buckets.autoplan import AutoPlan
 from rankstep.buckets.bucket import Bucket, BucketState
 from rankstep.buckets.plan import make_plan
 from rankstep.buckets.sparse import SparseBucket
 from rankstep.collectives.failures import naming_failure
+from rankstep.collectives.wired import exact_of
 from rankstep.errors import ModelError
-from rankstep.trace.events import BucketFilled, BucketFinished, BucketLaunched, BucketWaited
+from rankstep.trace.events import (
+    BucketFilled,
+    BucketFinished,
+    BucketLaunched,
+    BucketWaited,
+    WaitsEnded,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
     from rankstep.buckets.comm_hooks import CommHook
     from rankstep.buckets.plan import Caps, ParamSpec, Plan
+    from rankstep.buckets.states import Sharding
     from rankstep.buckets.step import Step
     from rankstep.collectives import Communicator
     from rankstep.trace.events import Event
@@ -37,8 +47,9 @@ def agree_on_line(
     specs: Sequence[ParamSpec],
     params: Sequence[torch.Tensor],
     comm: Communicator,
-    caps: Caps,
+    caps: Caps | AutoPlan,
     delayed: Collection[str],
+    sharding: Sharding | None = None,
 ) -> Line:
     """Adopt rank 0's order on all ranks, plan the buckets and allocate them.
 
@@ -47,8 +58,9 @@ def agree_on_line(
         specs: The parameters as the plan needs them.
         params: The parameters themselves.
         comm: The ranks.
-        caps: When a bucket is full.
+        caps: When a bucket is full, or what knows it.
         delayed: Names of parameters that go last.
+        sharding: Makes the buckets of an optimizer that is dealt to the ranks.
     """
     device = specs[0].device
     agreed = torch.tensor(order, dtype=torch.int64, device=device)
@@ -58,7 +70,11 @@ def agree_on_line(
         comm.broadcast(agreed, 0).wait()
     packed_below = EAGER_BYTES if device.type == "cpu" else sys.maxsize
     in_order = sorted(agreed.tolist(), key=lambda index: specs[index].name in delayed)
-    return Line(make_plan(specs, in_order, caps, packed_below_bytes=packed_below), params, comm)
+    if isinstance(caps, AutoPlan):
+        plan = caps.plan(specs, in_order, packed_below)
+    else:
+        plan = make_plan(specs, in_order, caps, packed_below_bytes=packed_below)
+    return Line(plan, params, comm, sharding)
 
 
 class Line:
@@ -71,6 +87,7 @@ class Line:
         plan: The layout.
         params: The parameters, in the plan's order.
         comm: Allocates and reduces the buffers.
+        sharding: Makes the buckets; None: ordinary ones.
 
     Attributes:
         buckets: In launch order.
@@ -84,16 +101,24 @@ class Line:
         number: Which synced backward is under way, for events and messages.
         name: Of the wrapper, equal on all ranks, for the store.
         recorder: Is told of launches and waits; None costs nothing.
+        telling: Calls that a thread of the backend still holds, each to tell the recorder when a bucket has ended.
     """
 
-    def __init__(self, plan: Plan, params: Sequence[torch.Tensor], comm: Communicator) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        params: Sequence[torch.Tensor],
+        comm: Communicator,
+        sharding: Sharding | None = None,
+    ) -> None:
         self.plan = plan
         self.comm = comm
         self._params = list(params)
         tail_numel = trailer.numel(len(params), comm.world_size)
         last = len(plan.buckets) - 1
+        dense = Bucket if sharding is None else sharding.bucket
         self.buckets: list[Bucket] = [
-            (SparseBucket if spec.sparse else Bucket)(
+            (SparseBucket if spec.sparse else dense)(
                 spec, plan.params, params, comm, tail_numel if spec.index == last else 0
             )
             for spec in plan.buckets
@@ -101,13 +126,7 @@ class Line:
         of = {i: bucket for bucket in self.buckets for i in bucket.spec.params}
         self.bucket_of = [of[i] for i in range(len(params))]
         self.awaited = [0] * len(self.buckets)
-        self.trailer = trailer.Trailer(
-            self.last.flat[plan.buckets[-1].numel :],
-            len(params),
-            comm.rank,
-            comm.world_size,
-            averages=comm.averages,
-        )
+        self.trailer = self._new_trailer()
         self.hook: CommHook | None = None
         self._unwritten: Callable[[], None] = lambda: None
         self.skips_unused = False
@@ -116,6 +135,7 @@ class Line:
         self.number = 0
         self.name = ""
         self.recorder: Callable[[Event], None] | None = None
+        self.telling: list[weakref.ref[Callable[[], None]]] = []
         self.use_hook(None)
 
     @property
@@ -123,9 +143,22 @@ class Line:
         """The bucket with the trailer; it leaves from the end of backward, never from a hook."""
         return self.buckets[-1]
 
+    def _new_trailer(self) -> trailer.Trailer:
+        return trailer.Trailer(
+            self.last.flat[self.plan.buckets[-1].numel :],
+            len(self._params),
+            self.comm.rank,
+            self.comm.world_size,
+            averages=self.comm.averages,
+        )
+
     def use_hook(self, hook: CommHook | None) -> None:
         """Let a user's function reduce the buckets; it gets gradients that nobody has divided."""
         self.hook = hook
+        if hook is not None:
+            for bucket in self.buckets:
+                bucket.leave_shared_memory()
+            self.trailer = self._new_trailer()
         # Averaging inside the collective needs no factor; otherwise each rank's part is divided before the sum, by
         # multiplication with the reciprocal as torch does: the same bits, and half types do not overflow.
         divides = hook is None and not self.comm.averages
@@ -139,6 +172,8 @@ class Line:
     def begin_step(self, number: int) -> None:
         """Open all buckets for the next step."""
         self.number = number
+        if self.telling:
+            self.telling[:] = [call for call in self.telling if call() is not None]
         for bucket, awaited in zip(self.buckets, self.awaited, strict=True):
             bucket.begin_step(awaited)
 
@@ -187,6 +222,16 @@ class Line:
             if bucket is self.last:
                 self._write(write_trailer)
             self._launch(bucket, step, in_backward=False)
+        if self.hook is None and not step.late:
+            self._hand_back_early()
+
+    def _hand_back_early(self) -> None:
+        """Hand back while the last bucket travels: no gradient can come any more, and time is not lost then."""
+        # What cannot be done is told after the wait, when no collective is under way.
+        with contextlib.suppress(RuntimeError):
+            for bucket in self.buckets:
+                if not bucket.spec.sparse:
+                    bucket.hand_back()
 
     def launch_zeros(
         self, step: Step, write_trailer: Callable[[], None], *, parts: bool = True
@@ -234,11 +279,11 @@ class Line:
         step.in_backward += in_backward
         if self.recorder is not None:
             self.recorder(BucketLaunched(self.number, bucket.spec.index, in_backward, launched_ns))
-            bucket.when_finished(
-                functools.partial(
-                    self._tell_finished, self.recorder, self.number, bucket.spec.index
-                )
+            tell = functools.partial(
+                self._tell_finished, self.recorder, self.number, bucket.spec.index
             )
+            self.telling.append(weakref.ref(tell))
+            bucket.when_finished(tell)
 
     @staticmethod
     def _tell_finished(recorder: Callable[[Event], None], number: int, index: int) -> None:
@@ -248,18 +293,28 @@ class Line:
 
     def wait(self, step: Step) -> None:
         """Wait for every bucket in turn, and for the trailer where a hook kept it out of the last bucket."""
+        all_begun_ns = time.perf_counter_ns()
+        cpu_ns = time.process_time_ns() if self.recorder is not None else 0
         for bucket in self.buckets:
             begun_ns = time.perf_counter_ns() if self.recorder is not None else 0
-            with self.naming_failures(step):
-                bucket.wait()
+            try:
+                with self.naming_failures(step):
+                    bucket.wait()
+            except BaseException:
+                for early in self.buckets:
+                    early.take_back()
+                raise
             if self.recorder is not None:
                 now = time.perf_counter_ns()
                 self.recorder(BucketWaited(self.number, bucket.spec.index, begun_ns, now))
+        if self.recorder is not None:
+            now, cpu_ns = time.perf_counter_ns(), time.process_time_ns() - cpu_ns
+            self.recorder(WaitsEnded(self.number, cpu_ns, all_begun_ns, now))
         if self.hook is not None:
             # A hook may start collectives of its own from its futures: nothing of ours may run among them.
             self._unwritten()
             with self.naming_failures(step):
-                self.comm.all_reduce(self.trailer.region).wait()
+                exact_of(self.comm).all_reduce(self.trailer.region).wait()
 
     def reduce_late(self, step: Step) -> None:
         """Add gradients that came after their bucket had left, on whichever rank, by a second round of all buckets."""

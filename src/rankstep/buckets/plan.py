@@ -15,13 +15,18 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
+
+    from rankstep.buckets.forecast import Forecast
 
 FIRST_CAP_BYTES = 1024 * 1024
 """1 MiB: torch's first bucket, small so that communication starts early in backward."""
 
 CAP_BYTES = 25 * 1024 * 1024
 """25 MiB: torch's default for every further bucket."""
+
+MIN_RUN = 8
+"""So many small parameters with equal rows lie side by side, to be copied in by one concatenation; fewer stay in order."""
 
 _REAL = {
     torch.complex32: torch.float16,
@@ -85,11 +90,24 @@ class ParamSpec:
         """Strides of its view in the bucket: its own where they are dense, else row-major."""
         if self.dense or 0 in self.shape:
             return self.stride
+        return self._row_major
+
+    @property
+    def _row_major(self) -> tuple[int, ...]:
         strides, step = [], 1
         for size in reversed(self.shape):
             strides.append(step)
             step *= size
         return tuple(reversed(strides))
+
+    @property
+    def row_shape(self) -> tuple[int, ...] | None:
+        """The shape without the first dimension, if its view is row after row of the buffer; else None.
+
+        Views with equal rows, side by side, can be filled by one concatenation.
+        """
+        rows = bool(self.shape) and 0 not in self.shape and self.dtype not in _REAL
+        return self.shape[1:] if rows and self.view_stride == self._row_major else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +146,14 @@ class Caps:
     """Upper bounds that close a bucket; the last one repeats.
 
     A bucket closes with the parameter that reaches its bound, so it may exceed it by that one.
+
+    Attributes:
+        cap_bytes: The bounds.
+        measured: They serve only until measurements have found better buckets; see ``autoplan.py``.
     """
 
     cap_bytes: tuple[int, ...] = (FIRST_CAP_BYTES, CAP_BYTES)
+    measured: bool = False
 
     def __post_init__(self) -> None:
         if not self.cap_bytes or any(cap <= 0 for cap in self.cap_bytes):
@@ -143,11 +166,19 @@ class Caps:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All buckets of one model, in launch order."""
+    """All buckets of one model, in launch order.
+
+    Attributes:
+        params: What was planned.
+        buckets: In launch order.
+        caps: That would make these buckets.
+        forecast: How long a step was expected to take with them and with others; None: nothing was measured.
+    """
 
     params: tuple[ParamSpec, ...]
     buckets: tuple[BucketSpec, ...]
     caps: Caps
+    forecast: Forecast | None = None
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -161,7 +192,7 @@ class Plan:
         return hashlib.sha256((text + names).encode()).hexdigest()
 
     def describe(self) -> str:
-        """A table for people: one line per bucket."""
+        """A table for people: one line per bucket, and what was forecast."""
         lines = [f"{len(self.params)} parameters in {len(self.buckets)} buckets"]
         for bucket in self.buckets:
             names = [self.params[i].name for i in bucket.params[:: max(1, len(bucket.params) - 1)]]
@@ -170,7 +201,7 @@ class Plan:
                 f"  bucket {bucket.index}: {len(bucket.params):>5} parameters  {size}  "
                 f"{str(bucket.dtype).removeprefix('torch.')}  {' .. '.join(names) or '(trailer)'}"
             )
-        return "\n".join(lines)
+        return "\n".join(lines + ([] if self.forecast is None else self.forecast.lines()))
 
 
 def make_plan(
@@ -213,9 +244,25 @@ def make_plan(
             running_bytes[key] = 0
             groups.append((position[index], running.pop(key)))
     groups += [(position[group[-1]], group) for group in running.values()]
+    return lay_out(params, [group for _, group in sorted(groups)], caps, packed_below_bytes)
+
+
+def lay_out(
+    params: Sequence[ParamSpec],
+    groups: Iterable[list[int]],
+    caps: Caps,
+    packed_below_bytes: int,
+) -> Plan:
+    """Make a bucket of each group.
+
+    Args:
+        params: The model's trainable parameters.
+        groups: Numbers of the parameters of each bucket, in launch order; one dtype and device in each.
+        caps: That have made the groups.
+        packed_below_bytes: As for :func:`make_plan`.
+    """
     buckets = [
-        _lay_out(index, group, params, packed_below_bytes)
-        for index, (_, group) in enumerate(sorted(groups))
+        _lay_out(index, group, params, packed_below_bytes) for index, group in enumerate(groups)
     ]
     if buckets[-1].sparse:
         last = buckets[-1]
@@ -232,9 +279,15 @@ def _lay_out(
             index, tuple(group), (0,), 0, 0, first.buffer_dtype, first.device, sparse=True
         )
     packed = [i for i in group if params[i].nbytes < packed_below_bytes]
+    rows = Counter(params[i].row_shape for i in packed)
+    run_of: dict[tuple[int, ...] | None, int] = {
+        row: place
+        for place, (row, count) in enumerate(rows.items())
+        if row is not None and count >= MIN_RUN
+    }
     offset_of: dict[int, int] = {}
     end = 0
-    for i in packed:
+    for i in sorted(packed, key=lambda i: run_of.get(params[i].row_shape, len(rows))):
         offset_of[i] = end
         end += params[i].buffer_numel
     packed_numel = end

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rankstep.buckets import verdict
@@ -89,8 +90,13 @@ class Reducer(Collector):
         """
         self._finish_earlier()
         self.check_plain()
+        if self.auto is not None and self.auto.due:
+            self.plan_anew()
+        if self.sharding is not None:
+            self.sharding.before_backward()
         if self.line is not None:
             self.line.silent = self.silent
+        self.firings.open()
         self._move(ReducerState.COLLECTING)
         if self._recorder is not None:
             self._recorder(BackwardBegan(self.reductions, time.perf_counter_ns()))
@@ -184,6 +190,10 @@ class Reducer(Collector):
         In the first step this waits for rank 0's order, without which nothing can be sent.
         """
         self._finish_earlier()
+        if self.auto is not None and self.auto.due:
+            self.plan_anew()
+        if self.sharding is not None:
+            self.sharding.before_backward()
         self._move(ReducerState.COLLECTING)
         self._move(ReducerState.DIED)
         try:
@@ -229,6 +239,8 @@ class Reducer(Collector):
             ModelError: The window has begun with a plain backward under ``no_sync``, which has no count.
         """
         if self._window is None:
+            if self.sharding is not None:
+                self.sharding.before_backward()
             bucket_of = [] if self.line is None else self.line.bucket_of
             self._window = Window.opened(
                 self.params, bucket_of, self.firings.accumulated, self.comm.rank
@@ -271,7 +283,8 @@ class Reducer(Collector):
         new = [(n, p) for n, p in zip(names, params, strict=True) if id(p) not in known]
         if new:
             new_names, new_params = zip(*new, strict=True)
-            side = Reducer(new_names, new_params, self.comm, self.caps, self.wrapper, self._sparse)
+            caps = replace(self.caps, measured=False)
+            side = Reducer(new_names, new_params, self.comm, caps, self.wrapper, self._sparse)
             side.firings.accumulated[:] = [int(param.grad is not None) for param in new_params]
             side.spent, side._window, side.weighing = self.spent, window, window is not None
             side.exchange.divides_by_live = self.exchange.divides_by_live
@@ -307,6 +320,8 @@ class Reducer(Collector):
     def _close_step(self, *, learns: bool) -> None:
         if self._recorder is not None:
             self._recorder(StepSettled(self.reductions, time.perf_counter_ns()))
+        if self.auto is not None:
+            self.auto.step_closed()
         self.reductions += 1
         self.forwards = 0
         self.silent = self.spent

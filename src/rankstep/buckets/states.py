@@ -10,6 +10,11 @@ if TYPE_CHECKING:
 
     import torch
 
+    from rankstep.buckets.bucket import Bucket
+    from rankstep.buckets.line import Line
+    from rankstep.buckets.plan import BucketSpec, ParamSpec
+    from rankstep.collectives import Communicator
+
 
 class ReducerState(enum.Enum):
     """What a reducer is doing; ``LEGAL`` has the moves."""
@@ -28,6 +33,29 @@ LEGAL = {
     ReducerState.DIED: (ReducerState.IDLE, ReducerState.BROKEN),
     ReducerState.BROKEN: (),
 }
+
+
+class Sharding(Protocol):
+    """What the reducer asks of an optimizer that is dealt to the ranks; see ``parallel/sharded_shares.py``."""
+
+    @staticmethod
+    def bucket(
+        spec: BucketSpec,
+        specs: Sequence[ParamSpec],
+        tensors: Sequence[torch.Tensor],
+        comm: Communicator,
+        extra_numel: int,
+    ) -> Bucket:
+        """A bucket whose sum is dealt to the ranks, in an ordinary one's place."""
+
+    def laid_out(self, line: Line) -> None:
+        """There is a new plan, the same on all ranks."""
+
+    def retire(self) -> None:
+        """Another optimizer takes its place."""
+
+    def before_backward(self) -> None:
+        """A synced backward has begun, or a window of weighted ones: the buffers are about to be written."""
 
 
 class Owner(Protocol):

@@ -86,16 +86,7 @@ class Row:
 
     def digits(self) -> list[int]:
         """The row as base-32 digits, most significant first; numbers wrap at the width of their field."""
-        digits: list[int] = []
-        for name, width in _DIGITS.items():
-            value = getattr(self, name)
-            if name == "count":
-                if not value:
-                    digits += [0] * width
-                    continue
-                value = int.from_bytes(struct.pack(">d", value))
-            digits += [value >> 5 * place & 31 for place in range(width - 1, -1, -1)]
-        return digits
+        return [digit for name in _DIGITS for digit in _digits_of(name, getattr(self, name))]
 
     @classmethod
     def from_digits(cls, digits: Sequence[float]) -> Row:
@@ -107,6 +98,12 @@ class Row:
                 value = value * BASE + round(digit)
             values[name] = struct.unpack(">d", value.to_bytes(8))[0] if name == "count" else value
         return cls(**values)  # type: ignore[arg-type]
+
+
+def _digits_of(name: str, value: float) -> list[int]:
+    """One field of a row."""
+    number = int.from_bytes(struct.pack(">d", value)) if name == "count" and value else int(value)
+    return [number >> 5 * place & 31 for place in range(_DIGITS[name] - 1, -1, -1)]
 
 
 assert tuple(_DIGITS) == tuple(f.name for f in fields(Row)), "a field of Row without digits"  # noqa: S101
@@ -135,10 +132,16 @@ class Trailer:
         self.param_count = param_count
         self._flags = region[:param_count]
         self._rows = region[param_count:].view(world_size, ROW_NUMEL)
-        self._own_row = self._rows[rank]
         self._factor = world_size if averages else 1
         self._own = Row()
         self._own_digits = self._own.digits()
+        self._all_used = True
+        # What this rank says, kept on the host: from step to step little of it changes, and one copy takes it along.
+        self._host = torch.zeros(region.numel(), dtype=torch.float32, device="cpu")
+        self._numbers = self._host.numpy()
+        self._numbers[:param_count] = 1
+        self._row_start = param_count + rank * ROW_NUMEL
+        self._numbers[self._row_start : self._row_start + ROW_NUMEL] = self._own_digits
 
     def write(
         self, row: Row, used: Sequence[int] | None, checksum: torch.Tensor | None = None
@@ -150,19 +153,25 @@ class Trailer:
             used: One 0 or 1 per parameter; None: this rank used all of them.
             checksum: An int64 scalar on the device to travel as ``drift``, where the host must not wait for it.
         """
-        self._own, self._own_digits = row, row.digits()
-        self._rows.zero_()
-        self._own_row.copy_(torch.tensor(self._own_digits, dtype=self.region.dtype))
+        for name, start in _START.items():
+            value = getattr(row, name)
+            if value != getattr(self._own, name):
+                digits, place = _digits_of(name, value), self._row_start + start
+                self._own_digits[start : start + len(digits)] = digits
+                self._numbers[place : place + len(digits)] = digits
+        self._own = row
+        if used is not None:
+            self._numbers[: self.param_count] = used
+        elif not self._all_used:
+            self._numbers[: self.param_count] = 1
+        self._all_used = used is None
+        self.region.copy_(self._host)
         if checksum is not None:
             places = torch.arange(DRIFT_DIGITS - 1, -1, -1, device=checksum.device)
-            start = _START["drift"]
-            self._own_row[start : start + DRIFT_DIGITS] = (checksum >> 5 * places & 31).to(
+            start = self._row_start + _START["drift"]
+            self.region[start : start + DRIFT_DIGITS] = (checksum >> 5 * places & 31).to(
                 self.region.dtype
             )
-        if used is None:
-            self._flags.fill_(1)
-        else:
-            self._flags.copy_(torch.tensor(used, dtype=self.region.dtype))
 
     def read_rows(self) -> list[Row]:
         """Every rank's row, in rank order. Reads the buffer, so on a GPU it waits for the collective."""

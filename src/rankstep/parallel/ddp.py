@@ -7,7 +7,7 @@ import itertools
 import os
 import time
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -18,14 +18,14 @@ from torch.profiler import record_function
 from rankstep.buckets.promise import StaticPromise
 from rankstep.buckets.trailer import Mode
 from rankstep.buckets.window import checked_count
-from rankstep.collectives import C10dCommunicator
+from rankstep.collectives import communicator_for
 from rankstep.errors import CountError, ModelError
-from rankstep.parallel import changes, observers, options, registration, replicate
+from rankstep.parallel import changes, observers, options, registration, replicate, wiring
 from rankstep.parallel.buffers import Buffers, When
 from rankstep.parallel.compat import TorchReducer
 from rankstep.parallel.hooks import GradientHooks, inside_backward
 from rankstep.parallel.join import ShadowHook
-from rankstep.parallel.mixed import CastingCommunicator, MixedPrecision
+from rankstep.parallel.mixed import MixedPrecision
 from rankstep.parallel.upkeep import Upkeep
 from rankstep.trace.events import ForwardBegan, ForwardEnded
 
@@ -66,7 +66,8 @@ class DistributedDataParallel(Upkeep):
         broadcast_buffers: The old name of ``forward_sync_buffers``; False also leaves buffers out at construction.
         init_sync: False skips the comparison and the copy at construction; the ranks' modules must be equal already.
         process_group: The ranks; None takes the default group, as ``rankstep.world()`` opens it.
-        bucket_cap_mb: Upper bound of a bucket in MiB; None takes 1 for the first and 25 for the others.
+        bucket_cap_mb: Upper bound of a bucket in MiB; None takes 1 for the first and 25 for the others; ``"auto"`` the
+            buckets that measurements in the first steps find best.
         find_unused_parameters: Accepted; unused parameters are always handled, at no cost.
         check_reduction: Accepted and without meaning, as in torch.
         gradient_as_bucket_view: Accepted; gradients always are views of the buckets.
@@ -82,6 +83,7 @@ class DistributedDataParallel(Upkeep):
         bucket_cap_mb_list: MiB for each bucket in turn, the last one repeating.
         batched_grad_copy: Accepted; small gradients are always copied together.
         forward_sync_buffers: False: buffers are not copied from rank 0. Default True.
+        wire_dtype: ``torch.bfloat16`` or ``torch.float16``: CPU gradients travel as such and are summed in float32.
 
     Raises:
         ModelError: The module or an argument cannot work; says why.
@@ -99,7 +101,7 @@ class DistributedDataParallel(Upkeep):
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: dist.ProcessGroup | None = None,
-        bucket_cap_mb: float | None = None,
+        bucket_cap_mb: float | Literal["auto"] | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
@@ -112,6 +114,7 @@ class DistributedDataParallel(Upkeep):
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,  # noqa: ARG002 - what it asks for is the rule here
         forward_sync_buffers: bool | None = None,
+        wire_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
@@ -143,6 +146,7 @@ class DistributedDataParallel(Upkeep):
         self.static_graph = static_graph
         self.mixed_precision = mixed_precision
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.wire_dtype = wiring.checked(wire_dtype, mixed_precision)
         self.forward_sync_buffers = options.sync_buffers_wanted(
             broadcast_buffers, forward_sync_buffers
         )
@@ -161,7 +165,7 @@ class DistributedDataParallel(Upkeep):
 
     def _connect(self, *, init_sync: bool) -> None:
         """Everything that lives only in this process: communicator, reducer, hooks."""
-        comm: Communicator = C10dCommunicator(self.process_group)
+        comm: Communicator = communicator_for(self.process_group, self.device)
         everything = self._everything()
         trained = [(name, param) for name, param in everything if param.requires_grad]
         # Copies may be made on one rank only, and are not compared: they all have the number 0.
@@ -181,8 +185,8 @@ class DistributedDataParallel(Upkeep):
             self._mixed = MixedPrecision(
                 self.module, self.mixed_precision, self.parameters_to_ignore
             )
-            if self.mixed_precision.reduce_dtype is not None:
-                comm = CastingCommunicator(comm, self.mixed_precision.reduce_dtype)
+        kinds = (self.wire_dtype, self.mixed_precision)
+        comm = wiring.for_gradients(comm, *kinds, self.device, together=init_sync)
         names, params = zip(*trained, strict=True)
         self.reducer = TorchReducer(
             names, params, comm, self._caps, wrapper, options.sparse_names(self.module, comm)
@@ -334,11 +338,11 @@ class DistributedDataParallel(Upkeep):
             raise ModelError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once."
             )
-        self._has_hook = True
         if hook is not None:
             self.reducer.use_hook(hook)
             # Hooks may well leave the ranks different for a while (post-local SGD).
             self.reducer.exchange.alarm = None
+        self._has_hook = True
 
     # ---------------------------------------------------------------- uneven inputs
 

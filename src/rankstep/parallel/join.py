@@ -11,6 +11,7 @@ import torch
 from torch.distributed.algorithms.join import JoinHook
 
 from rankstep.buckets.trailer import Mode
+from rankstep.errors import ModelError
 
 if TYPE_CHECKING:
     from rankstep.collectives import Communicator
@@ -34,6 +35,11 @@ class ShadowHook(JoinHook):
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         super().__init__()
+        if ddp.reducer.sharding is not None:
+            raise ModelError(
+                "a rank that has run out under join takes no optimizer steps, and with a ShardedOptimizer its share of the "
+                "parameters would stand still. Use rankstep.together(loader, model), with which all ranks take every step"
+            )
         self._ddp = ddp
 
     def main_hook(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -22,28 +23,49 @@ if TYPE_CHECKING:
     from rankstep.collectives import Communicator
 
 MIB = 1024 * 1024
+AUTO = "auto"
 
 
-def caps_from(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> Caps:
+def _is_cap(value: object) -> bool:
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+        and value > 0
+    )
+
+
+def caps_from(
+    bucket_cap_mb: float | str | None, bucket_cap_mb_list: Sequence[float] | None
+) -> Caps:
     """Bucket caps from torch's two arguments.
 
     Args:
-        bucket_cap_mb: MiB for every bucket; None takes 1 MiB for the first and 25 MiB for the others.
-        bucket_cap_mb_list: MiB for each bucket in turn, the last one repeating; wins over ``bucket_cap_mb``.
+        bucket_cap_mb: MiB for every bucket; None takes 1 MiB for the first and 25 MiB for the others; ``"auto"`` finds
+            the best by measurement.
+        bucket_cap_mb_list: MiB for each bucket in turn, the last one repeating; wins over a number.
 
     Raises:
-        ModelTypeError: A cap is no positive number.
+        ModelTypeError: A cap is no positive number, or both a list and ``"auto"`` were given.
     """
     values: list[Any]
+    if bucket_cap_mb_list is not None and bucket_cap_mb == AUTO:
+        raise ModelTypeError(
+            f'bucket_cap_mb="auto" chooses the caps, and bucket_cap_mb_list={bucket_cap_mb_list!r} names them: give one '
+            "of the two"
+        )
     if bucket_cap_mb_list is not None:
         values = list(bucket_cap_mb_list)
+    elif bucket_cap_mb == AUTO:
+        return Caps(measured=True)
     elif bucket_cap_mb is not None:
         values = [bucket_cap_mb]
     else:
         return Caps()
-    if not values or any(not isinstance(v, int | float) or not v > 0 for v in values):
+    if not values or not all(map(_is_cap, values)):
         raise ModelTypeError(
-            f"bucket caps are positive numbers of MiB, not {values!r}; leave them out for 1 MiB, then 25 MiB"
+            f"bucket caps are positive numbers of MiB, not {values!r}; leave them out for 1 MiB, then 25 MiB, or pass "
+            'bucket_cap_mb="auto" to have them chosen by measurement'
         )
     return Caps(tuple(max(1, int(value * MIB)) for value in values))
 
