@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import common
+import rankstep
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,10 +30,13 @@ MB = 1e6
 MS = 1e3
 LOCAL = "local"
 ALL_REDUCE = "all-reduce alone"
+SHARDED = "rankstep sharded"
 BAR = 0.90
+SHARDED_BARS = {"mlp": 0.75, "gpt": 0.80, "cnn": 1.00}
 TUNED = {"gradient_as_bucket_view": True, "batched_grad_copy": True, "static_graph": True}
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    name: common.WRAPPERS[name] for name in (common.RANKSTEP, common.TORCH, "torch view")
+    name: common.WRAPPERS[name.removesuffix(" sharded")]
+    for name in (common.RANKSTEP, SHARDED, common.TORCH, "torch view")
 } | {
     f"torch all three{f', {cap} MiB' if cap != 25 else ''}": functools.partial(
         TorchDDP, bucket_cap_mb=cap, **TUNED
@@ -131,10 +135,21 @@ MODELS = {"mlp": Mlp, "gpt": Gpt, "cnn": Cnn}
 class Step:
     """One variant's training step."""
 
-    def __init__(self, model: Mlp | Gpt | Cnn, wrap: Callable[[nn.Module], nn.Module]) -> None:
+    def __init__(
+        self,
+        model: Mlp | Gpt | Cnn,
+        wrap: Callable[[nn.Module], nn.Module],
+        *,
+        sharded: bool = False,
+    ) -> None:
         self._inputs, self._labels = model.batch()
         self._model = wrap(model)
-        self._optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, foreach=True)
+        options = {"lr": 1e-3, "momentum": 0.9, "foreach": True}
+        self._optimizer = (
+            rankstep.ShardedOptimizer(self._model, torch.optim.SGD, **options)
+            if sharded
+            else torch.optim.SGD(model.parameters(), **options)
+        )
 
     def prepare(self) -> None:
         """Nothing is outside the clock."""
@@ -163,7 +178,7 @@ class AllReduce:
 def job(model: str, names: list[str], rounds: int, repeats: int) -> list:
     make = MODELS[model]
     trials: dict[str, common.Trial] = {LOCAL: Step(make(), lambda plain: plain)}
-    trials |= {name: Step(make(), WRAPPERS[name]) for name in names}
+    trials |= {name: Step(make(), WRAPPERS[name], sharded=name == SHARDED) for name in names}
     trials[ALL_REDUCE] = AllReduce(make())
     return common.take_turns(trials, rounds, repeats)
 
@@ -241,6 +256,16 @@ def main() -> None:
             ratio = result["variants"][common.RANKSTEP]["ratio_to_torch_default"]
             value = ratio.median if ratio is not None else None
             bars.append(common.Bar(f"{model}: step as a share of torch default's", BAR, value))
+        if SHARDED in names:
+            ratio = result["variants"][SHARDED]["ratio_to_torch_default"]
+            value = ratio.median if ratio is not None else None
+            bars.append(
+                common.Bar(
+                    f"{model}: sharded step as a share of torch default's",
+                    SHARDED_BARS[model],
+                    value,
+                )
+            )
     common.tell_bars(bars)
     common.write_json(
         args.json,

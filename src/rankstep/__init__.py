@@ -9,19 +9,29 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from rankstep._version import __version__
 
 if TYPE_CHECKING:
     from rankstep import trace
-    from rankstep.data import DistributedSampler, seed_everything
-    from rankstep.parallel import DistributedDataParallel, SyncBatchNorm, together
+    from rankstep.checkpoint import Checkpoint
+    from rankstep.data import DistributedSampler, GlobalBatchSampler, seed_everything
+    from rankstep.parallel import (
+        DistributedDataParallel,
+        ShardedOptimizer,
+        SyncBatchNorm,
+        together,
+    )
     from rankstep.world import World, agree, rank_zero_first, world
 
 __all__ = [
+    "Checkpoint",
     "DistributedDataParallel",
     "DistributedSampler",
+    "GlobalBatchSampler",
+    "ShardedOptimizer",
     "SyncBatchNorm",
     "World",
     "__version__",
@@ -34,8 +44,11 @@ __all__ = [
 ]
 
 _HOME = {
+    "Checkpoint": "rankstep.checkpoint",
     "DistributedDataParallel": "rankstep.parallel",
     "DistributedSampler": "rankstep.data",
+    "GlobalBatchSampler": "rankstep.data",
+    "ShardedOptimizer": "rankstep.parallel",
     "SyncBatchNorm": "rankstep.parallel",
     "World": "rankstep.world",
     "agree": "rankstep.world",
@@ -51,6 +64,9 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'rankstep' has no attribute {name!r}")
     module = importlib.import_module(_HOME[name])
+    if name != "trace" and os.environ.get("RANKSTEP_GUARD") != "0":
+        doctor = importlib.import_module("rankstep.doctor")
+        doctor.install(models="rankstep.parallel" in sys.modules)
     # A folder that is its own function (see _callable.py) is the value itself.
     value = getattr(module, name, module)
     globals()[name] = value

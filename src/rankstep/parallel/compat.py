@@ -16,6 +16,7 @@ from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from rankstep.buckets import Reducer
 from rankstep.buckets.promise import StaticPromise
+from rankstep.collectives.wired import exact_of
 from rankstep.errors import ModelError
 from rankstep.parallel import registration
 from rankstep.parallel.buffers import BufferHook, When
@@ -64,7 +65,7 @@ class TorchReducer(Reducer):
         tensor = bucket.buffer()
         if not self.comm.averages:
             tensor.div_(self.comm.world_size)
-        work: Any = self.comm.all_reduce(tensor)
+        work: Any = exact_of(self.comm).all_reduce(tensor)
         return work.get_future().then(lambda future: future.value()[0])
 
 
