@@ -66,6 +66,14 @@ def alive(pid):
     return state not in "ZX"
 
 
+def children(pid):
+    return [
+        int(child)
+        for task in Path(f"/proc/{pid}/task").iterdir()
+        for child in (task / "children").read_text().split()
+    ]
+
+
 def wait_until_gone(pids, seconds):
     end = time.monotonic() + seconds
     while left := [pid for pid in pids if alive(pid)]:
@@ -167,10 +175,39 @@ def test_ctrl_c_while_waiting_for_the_other_node(tmp_path):
     assert errors.splitlines()[-1] == "rankstep: stopped by SIGINT"
 
 
-def test_ranks_do_not_outlive_a_killed_launcher(tmp_path):
+def test_nothing_outlives_a_killed_launcher(tmp_path):
+    # The ranks' own processes as well, which ignore what they may, and the launcher's private folder.
+    launcher = Launcher(tmp_path, "stubborn")
+    pids = launcher.pids(4)
+    (folder,) = launcher.left_files()
+    assert (tmp_path / folder).stat().st_mode & 0o777 == 0o700
+    launcher.process.kill()
+    assert wait_until_gone(pids, 5) == []
+    launcher.finish()
+    end = time.monotonic() + 10
+    while launcher.left_files() and time.monotonic() < end:
+        time.sleep(0.02)
+    assert launcher.left_files() == []
+
+
+def test_loading_workers_do_not_outlive_a_killed_launcher(tmp_path):
+    launcher = Launcher(tmp_path, "loads")
+    pids = launcher.pids(6)
+    launcher.process.kill()
+    assert wait_until_gone(pids, 3) == []
+    launcher.finish()
+
+
+def test_the_ranks_die_with_the_launcher_even_without_its_keeper(tmp_path):
     launcher = Launcher(tmp_path, "hang")
     pids = launcher.pids(2)
-    launcher.process.kill()
+    (keeper,) = [
+        pid
+        for pid in children(launcher.process.pid)
+        if b"keeper.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    for pid in (keeper, launcher.process.pid):
+        os.kill(pid, signal.SIGKILL)
     assert wait_until_gone(pids, 5) == []
     launcher.finish()
 
@@ -190,6 +227,70 @@ def test_no_line_is_lost_and_each_carries_its_rank(tmp_path):
     assert "no end of rank 0" in errors
     assert "[rank 1] no end of rank 1\n" in errors
     assert launcher.left_files() == []
+
+
+def test_all_is_kept_in_files_with_log_dir(tmp_path):
+    logs = tmp_path / "logs"
+    launcher = Launcher(tmp_path, "write", "--log-dir", logs, "--local-ranks-filter", "1")
+    output, errors = launcher.finish()
+    assert launcher.process.returncode == 0, errors
+    (run,) = logs.iterdir()
+    assert run.stat().st_mode & 0o777 == 0o700
+    for rank in range(2):
+        folder = run / "attempt_0" / str(rank)
+        kept = (folder / "stdout.log").read_text().splitlines()
+        assert kept == [
+            f"rank {rank} begins",
+            *(f"line {n} of rank {rank}" for n in range(5000)),
+        ]
+        errors = (folder / "stderr.log").read_bytes().decode()
+        assert errors == f"bar 1\rbar 2\rbar 3\nno end of rank {rank}"
+        assert (folder / "stderr.log").stat().st_mode & 0o777 == 0o600
+    assert "line 7 of rank 1" in output
+    assert "line 7 of rank 0" not in output
+
+
+def test_equal_lines_of_ranks_are_shown_once(tmp_path):
+    launcher = Launcher(tmp_path, "say", "--nproc-per-node", "4")
+    output, errors = launcher.finish()
+    assert launcher.process.returncode == 0, errors
+    told = [line for line in output.splitlines() if "begins" not in line]
+    assert told.count("all say this") == 1
+    # However late a rank comes, each is counted once.
+    others = [line.partition("] ")[0] for line in told if line.endswith("] all say this")]
+    assert sum(int(head.rpartition("x")[2]) if "x" in head else 1 for head in others) == 3
+    assert {line for line in told if "only" in line} == {
+        "only 0 says this",
+        *(f"[rank {rank}] only {rank} says this" for rank in (1, 2, 3)),
+    }
+
+
+def read_screen(screen, until=None):
+    """Read a terminal until a text has come, or to its end."""
+    shown = ""
+    while until is None or until not in shown:
+        try:
+            data = os.read(screen, 10_000)
+        except OSError:
+            break
+        if not data:
+            break
+        shown += data.decode()
+    return shown
+
+
+def test_other_ranks_do_not_cut_the_progress_line(tmp_path):
+    screen, terminal = pty.openpty()
+    launcher = Launcher(tmp_path, "progress", stdout=terminal)
+    os.close(terminal)
+    shown = read_screen(screen, "a line\r\nstep 1 of 2")
+    (tmp_path / "seen.pid").write_text("")
+    shown += read_screen(screen)
+    os.close(screen)
+    _, errors = launcher.finish()
+    assert launcher.process.returncode == 0, errors
+    # The bar is cleared, the line written, the bar drawn again; and so until it ends.
+    assert shown.count("\r\x1b[K[rank 1] a line\r\nstep 1 of 2\rstep 2 of 2\r\n") == 1
 
 
 def test_rank_0_keeps_the_terminal(tmp_path):

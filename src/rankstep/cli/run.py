@@ -24,6 +24,9 @@ example: four ranks on this machine
 example: the same, recorded; where the time went is told at the end
   rankstep run --nproc-per-node 4 --trace traces --trace-steps 10:30 train.py --epochs 3
 
+example: what would be done, without doing it
+  rankstep run --dry-run --nnodes 2 --master-addr 10.0.0.1 --nproc-per-node 4 train.py
+
 example: two machines with four ranks each; the same line on both, with --node-rank 0 on the first and 1 on the second
   rankstep run --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --master-port 29500 --nproc-per-node 4 train.py
 """
@@ -37,11 +40,11 @@ def main(words: list[str]) -> int:
     """
     parser = _parser()
     args = parser.parse_args(words)
-    if args.trace is None:
-        if args.trace_steps is not None:
-            parser.error("--trace-steps needs --trace DIR")
-        return launch(args)
-    return _launch_recorded(args)
+    if args.trace is None and args.trace_steps is not None:
+        parser.error("--trace-steps needs --trace DIR")
+    if args.dry_run:
+        return _rehearse(args, words)
+    return launch(args) if args.trace is None else _launch_recorded(args)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -63,13 +66,34 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FIRST:LAST",
         help="record these steps only, counted from 0, without LAST",
     )
+    own.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print what each node would do, commands and variables, and start nothing",
+    )
     return parser
+
+
+def _rehearse(args: argparse.Namespace, words: list[str]) -> int:
+    from rankstep.launch.rehearse import rehearse
+
+    extra = {}
+    if args.trace is not None:
+        from rankstep.trace import recorder
+        from rankstep.trace.steps import read_steps
+
+        read_steps(args.trace_steps)
+        extra = {recorder.DIRECTORY: str(Path(args.trace).absolute())}
+        extra[recorder.STEPS] = args.trace_steps or ""
+    print("\n".join(rehearse(args, words, extra)))  # noqa: T201
+    return 0
 
 
 def _launch_recorded(args: argparse.Namespace) -> int:
     from rankstep.trace import recorder
+    from rankstep.trace.steps import read_steps
 
-    recorder.read_steps(args.trace_steps)
+    read_steps(args.trace_steps)
     folder = Path(args.trace).absolute()
     if parse_min_max_nnodes(args.nnodes)[1] == 1:
         # Files of an earlier run would be taken for ranks of this one. Several nodes may share the directory.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import shutil
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from rankstep.launch.plan import local_ranks, plan_launch
 from rankstep.launch.report import exit_code, read_failures, write_report
 from rankstep.launch.watch import Watch
 from rankstep.world.cores import threads_per_rank
+from rankstep.world.identity import TOKEN
 
 if TYPE_CHECKING:
     import argparse
@@ -49,15 +51,35 @@ def launch(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         folder = Path(tempfile.mkdtemp(prefix="rankstep-"))
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        variables = {LAUNCHER_PID: str(os.getpid())}
-        ranks = local_ranks(args)
-        if ranks > 1 and not os.environ.get("OMP_NUM_THREADS"):
-            variables["OMP_NUM_THREADS"] = str(threads_per_rank(ranks))
+        variables = {LAUNCHER_PID: str(os.getpid()), **rank_variables(args)}
         stack.enter_context(_variables(variables))
-        return _run(plan_launch(args, folder), folder)
+        return _run(plan_launch(args, folder), folder, keep=args.log_dir is not None)
 
 
-def _run(plan: LaunchPlan, folder: Path) -> int:
+def rank_variables(args: argparse.Namespace) -> dict[str, str]:
+    """Return what the launcher adds to the variables that torch sets for the ranks of this node.
+
+    Args:
+        args: parsed by torchrun's parser.
+
+    Raises:
+        LaunchError: the flags are wrong.
+    """
+    ranks = local_ranks(args)
+    fewest, _, most = str(args.nnodes).partition(":")
+    variables = {}
+    if ranks > 1 and not os.environ.get("OMP_NUM_THREADS"):
+        variables["OMP_NUM_THREADS"] = str(threads_per_rank(ranks))
+    if most not in ("", fewest):
+        # torch 2.13 tells a node that joins later where the ranks meet only if they meet anew in each round.
+        variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    elif fewest == "1":
+        # Several nodes have no safe way to tell each other one: there the user sets it.
+        variables[TOKEN] = secrets.token_hex(16)
+    return variables
+
+
+def _run(plan: LaunchPlan, folder: Path, *, keep: bool) -> int:
     code = 1
     with ExitStack() as stack:
         watch = Watch(folder, plan.grace)
@@ -66,7 +88,9 @@ def _run(plan: LaunchPlan, folder: Path) -> int:
         last_words = ""
         # With --run-path the ranks open their files themselves, and cannot open pipes.
         if type(plan.config.logs_specs) is DefaultLogsSpecs and isinstance(plan.command, str):
-            plan.config.logs_specs = RankLogs(output, plan.config.logs_specs, plan.forget_ranks)
+            plan.config.logs_specs = RankLogs(
+                output, plan.config.logs_specs, plan.forget_ranks, keep=keep
+            )
         try:
             with _variables({CONTROL_PIPE: str(watch.control_pipe)}):
                 # Recorded like torchrun, which hands the first failure on to a launcher above it.

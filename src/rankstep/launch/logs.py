@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
@@ -11,24 +12,31 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rankstep.launch.output import Output, Stream
+    from rankstep.launch.output import Output
+    from rankstep.launch.screen import Stream
 
 
 class RankLogs(DefaultLogsSpecs):
     """torchrun's ``--log-dir``, ``--redirects``, ``--tee`` and ``--local-ranks-filter``, and pipes for the rest.
 
-    Rank 0 keeps the terminal itself, where there is one, so that progress bars and colours work in it.
+    Rank 0 has a terminal of its own, where this process has one, so that progress bars and colours work in it.
 
     Args:
         output: reads the pipes.
         settings: what torch has made of the flags.
         on_restart: called before the ranks start again, when those of the last attempt are gone.
+        keep: whether all that the ranks write is kept in files too, beside torch's own in the run's folder.
 
     Source: https://docs.pytorch.org/docs/stable/elastic/multiprocessing.html#torch.distributed.elastic.multiprocessing.LogsSpecs
     """
 
     def __init__(
-        self, output: Output, settings: DefaultLogsSpecs, on_restart: Callable[[], None]
+        self,
+        output: Output,
+        settings: DefaultLogsSpecs,
+        on_restart: Callable[[], None],
+        *,
+        keep: bool,
     ) -> None:
         super().__init__(
             log_dir=settings._root_log_dir,
@@ -38,6 +46,7 @@ class RankLogs(DefaultLogsSpecs):
         )
         self._output = output
         self._on_restart = on_restart
+        self._keep = keep
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Choose the paths for one start of the ranks; torch calls it with their variables."""
@@ -55,7 +64,16 @@ class RankLogs(DefaultLogsSpecs):
             for stream, paths, terminal in streams:
                 path = paths[local_rank]
                 # "" is the screen; a rank left out by the filter is sent to the null device, and heard all the same.
-                if (path or (terminal and rank == 0)) and path != os.devnull:
+                if path and path != os.devnull:
                     continue
-                paths[local_rank] = self._output.pipe(rank, stream, attempt, shown=not path)
+                folder = Path(destination.error_files[local_rank]).parent
+                file = folder / f"{stream}.log" if self._keep else None
+                own = terminal and rank == 0 and not path
+                if own:
+                    paths[local_rank] = self._output.terminal(rank, stream, attempt, file=file)
+                # Where no other terminal can be had, rank 0 writes to this one, unless it is to be kept as well.
+                if not own or (file is not None and not paths[local_rank]):
+                    paths[local_rank] = self._output.pipe(
+                        rank, stream, attempt, shown=not path, file=file
+                    )
         return destination

@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from rankstep.errors import LaunchError
 from rankstep.launch import bootstrap
-from rankstep.world.ports import listen, port_holder
+from rankstep.world.ports import announce, listen, port_holder
 
 if TYPE_CHECKING:
     import argparse
@@ -77,7 +77,7 @@ def plan_launch(args: argparse.Namespace, folder: Path) -> LaunchPlan:
     Source: https://docs.pytorch.org/docs/stable/elastic/run.html
     """
     args = copy.copy(args)
-    _check_program(args)
+    check_program(args)
     with _flags_refused_by_torch():
         _, nodes = torchrun.parse_min_max_nnodes(args.nnodes)
         store = _meeting_point(args, nodes)
@@ -143,22 +143,36 @@ def _flags_refused_by_torch() -> Iterator[None]:
         ) from error
 
 
+def meeting_place(args: argparse.Namespace, nodes: int) -> tuple[str, int] | None:
+    """Return the address and port at which the ranks meet; port 0 is a free one, None what torch's rendezvous decides.
+
+    Args:
+        args: parsed by torchrun's parser.
+        nodes: how many nodes there may be.
+    """
+    port: int | None
+    if args.standalone:
+        return "127.0.0.1", 0
+    if args.rdzv_backend != "static":
+        return None
+    if args.rdzv_endpoint:
+        host, port = parse_rendezvous_endpoint(args.rdzv_endpoint, _TORCHRUN_PORT)
+    else:
+        host, port = args.master_addr, args.master_port
+    if port is None:
+        return ("127.0.0.1", 0) if nodes == 1 else (host, _TORCHRUN_PORT)
+    return host, port
+
+
 def _meeting_point(args: argparse.Namespace, nodes: int) -> TCPStore | None:
     """Choose where the ranks meet, and listen there if it is this launcher's part; changes the arguments to match."""
-    if args.rdzv_backend == "static" and args.rdzv_endpoint:
-        host, port = parse_rendezvous_endpoint(args.rdzv_endpoint, _TORCHRUN_PORT)
-    elif args.rdzv_backend == "static":
-        host, port = args.master_addr, args.master_port
-    elif args.standalone:
-        host, port = "127.0.0.1", None
-    else:
+    place = meeting_place(args, nodes)
+    if place is None:
         return None
-    if args.standalone or (nodes == 1 and port is None):
+    host, port = place
+    if port == 0 and nodes == 1:
         args.rdzv_backend, args.rdzv_endpoint, args.node_rank = "static", "", 0
         args.rdzv_id = str(uuid.uuid4())
-        host, port = "127.0.0.1", 0
-    elif port is None:
-        port = _TORCHRUN_PORT
     if args.node_rank == 0:
         store = _listen(host, port)
         port = store.port
@@ -180,6 +194,7 @@ def _listen(host: str, port: int) -> TCPStore:
             f"port {port} is taken by {port_holder(port)}, so the ranks cannot meet there; none was started. Next: end "
             "that process, choose another --master-port, or leave the flag out: on one node a free port is found."
         ) from error
+    announce("the launcher", listener)
     port = listener.getsockname()[1]
     return TCPStore(
         "127.0.0.1" if host == "localhost" else host,
@@ -191,7 +206,15 @@ def _listen(host: str, port: int) -> TCPStore:
     )
 
 
-def _check_program(args: argparse.Namespace) -> None:
+def check_program(args: argparse.Namespace) -> None:
+    """See that what is to be run is there.
+
+    Args:
+        args: parsed by torchrun's parser.
+
+    Raises:
+        LaunchError: it is not.
+    """
     program = args.training_script
     if args.module:
         # Another interpreter may see modules that this one does not.

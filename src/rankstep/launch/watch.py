@@ -6,20 +6,22 @@ import os
 import selectors
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
+from rankstep.launch import keeper
 from rankstep.launch.bootstrap import CONTROL_PIPE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
     from types import FrameType
 
 _READ = 1 << 16
@@ -28,7 +30,6 @@ _ECHO_SECONDS = 0.2
 # After SIGKILL: how long the ranks may take to be gone, and the main thread to notice.
 _LAST_SECONDS = 2.0
 _NEVER = float("inf")
-_SHOWN_COMMAND = 80
 
 
 class Watch:
@@ -36,7 +37,8 @@ class Watch:
 
     The first signal is raised in the main thread as torch's SignalException, upon which the elastic agent passes it
     on to the ranks. Ranks that are still there when their grace is over, or at a second signal, are killed. A thread
-    sees to that, because the main thread may be waiting inside torch, deaf to signals.
+    sees to that, because the main thread may be waiting inside torch, deaf to signals. Should the launcher itself be
+    killed, its keeper ends what the ranks have started.
 
     Args:
         folder: where the control pipe is made; removed if the launcher has to end at once.
@@ -54,6 +56,17 @@ class Watch:
         self._raised = False
         self._kill_at = self._leave_at = _NEVER
         self._closing = False
+        self._mark = f"{CONTROL_PIPE}={self.control_pipe}"
+        start = [sys.executable, "-I", "-S", keeper.__file__]
+        # A session of its own: a Ctrl-C in the terminal is not for it. In / it keeps no file system busy.
+        self._keeper = subprocess.Popen(  # noqa: S603 - our own file
+            [*start, str(folder), str(os.getpid()), self._mark],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            start_new_session=True,
+        )
         os.mkfifo(self.control_pipe, 0o600)
         self._control = os.open(self.control_pipe, os.O_RDWR | os.O_NONBLOCK)
         self._wake_read, self._wake_write = os.pipe()
@@ -77,14 +90,7 @@ class Watch:
 
         Processes that a rank has moved to a session of their own are not its workers but services; they stay.
         """
-        killed: dict[int, str] = {}
-        give_up = time.monotonic() + _LAST_SECONDS
-        while (left := self._left()) and time.monotonic() < give_up:
-            for pid in left:
-                with suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
-            killed |= left
-            time.sleep(0.02)
+        killed = keeper.kill(self._left, _LAST_SECONDS)
         return [f"{pid} ({name})" for pid, name in killed.items()]
 
     def close(self) -> None:
@@ -100,6 +106,18 @@ class Watch:
             os.close(key.fd)
         self._selector.close()
         os.close(self._wake_write)
+        self._tell_keeper(keeper.DONE)
+        if self._keeper.stdin is not None:
+            with suppress(OSError):
+                self._keeper.stdin.close()
+        self._keeper.wait()
+
+    def _tell_keeper(self, word: str) -> None:
+        # A keeper that somebody has killed is missed only if the launcher is killed as well.
+        with suppress(OSError, ValueError):
+            if self._keeper.stdin is not None:
+                self._keeper.stdin.write(f"{word}\n".encode())
+                self._keeper.stdin.flush()
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if not self._raised:
@@ -129,6 +147,7 @@ class Watch:
         for report in os.read(self._control, _READ).split():
             pid = int(report)
             self._pids.add(pid)
+            self._tell_keeper(report.decode())
             try:
                 end = os.pidfd_open(pid)
             except OSError:
@@ -157,21 +176,4 @@ class Watch:
 
     def _left(self) -> dict[int, str]:
         """Find living processes of the ranks: in their sessions, or our children that carry our mark."""
-        mark = f"{CONTROL_PIPE}={self.control_pipe}\0".encode()
-        left: dict[int, str] = {}
-        for process in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                # pid (name) state parent group session ...; the name may hold spaces and brackets.
-                state, parent, _, session = (
-                    (process / "stat").read_text().rpartition(") ")[2].split()[:4]
-                )
-                ours = int(session) in self._pids or (
-                    int(parent) == os.getpid() and mark in (process / "environ").read_bytes()
-                )
-                command = (
-                    (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                )
-                # Python's resource tracker ends by itself, after it has cleaned up for the others.
-                if ours and state not in "ZX" and "resource_tracker" not in command:
-                    left[int(process.name)] = command.strip()[:_SHOWN_COMMAND]
-        return left
+        return keeper.living(self._pids, os.getpid(), os.fsencode(self._mark))

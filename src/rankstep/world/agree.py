@@ -13,6 +13,7 @@ import torch
 from torch import distributed as dist
 
 from rankstep.errors import WorldError
+from rankstep.world import observers
 from rankstep.world.env import adopted_rank_env
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def rank_zero_first(*, local: bool = False) -> Iterator[None]:
 
     Raises:
         WorldError: on the waiting ranks, when the block failed on the first one; names that rank and its exception.
+        SyncError: the guard has found that this wait can never end; says why.
     """
     if not dist.is_initialized():
         yield
@@ -103,6 +105,8 @@ def _wait(store: Store, key: str, rank: int) -> dict[str, object]:
     try:
         while not store.check([key]):
             time.sleep(_LOOK_EVERY)
+            for ask in observers.in_wait:
+                ask()
             now = time.monotonic()
             if now - noted >= _NOTE_EVERY:
                 noted = now

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
+import os
 import socket
+import sys
 from contextlib import suppress
 from pathlib import Path
 
 from rankstep.world.env import is_loopback
+from rankstep.world.identity import TOKEN
 
 # The state column of /proc/net/tcp for a listening socket.
 _LISTEN = "0A"
@@ -15,7 +19,10 @@ _BACKLOG = 2048
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Listen on a port: on loopback alone if the address is one, else on all interfaces.
+    """Listen on a port: on loopback alone if the address is one, else where it has to be.
+
+    A numeric address of this host is the one that all ranks connect to, so that it is enough. A name may mean another
+    interface on another host, and an address may be translated on the way: then it is all interfaces.
 
     Args:
         address: the address by which the ranks will reach this host.
@@ -28,6 +35,14 @@ def listen(address: str, port: int) -> socket.socket:
         host = "127.0.0.1" if address == "localhost" else address.strip("[]")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    with suppress(ValueError):
+        numeric = ipaddress.ip_address(address.strip("[]"))
+        family = socket.AF_INET6 if numeric.version == 6 else socket.AF_INET
+        try:
+            return socket.create_server((str(numeric), port), family=family, backlog=_BACKLOG)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise
     if socket.has_dualstack_ipv6():
         try:
             return socket.create_server(
@@ -38,6 +53,24 @@ def listen(address: str, port: int) -> socket.socket:
             if error.errno == errno.EADDRINUSE:
                 raise
     return socket.create_server(("", port), backlog=_BACKLOG)
+
+
+def announce(who: str, listener: socket.socket) -> None:
+    """Say on standard error where a socket listens, if other hosts can reach it.
+
+    Args:
+        who: who listens.
+        listener: the socket.
+    """
+    host, port = listener.getsockname()[:2]
+    if not is_loopback(host):
+        where = "all interfaces" if ipaddress.ip_address(host).is_unspecified else host
+        # A user who has several nodes should learn of the token without reading the documents.
+        open_to = "" if os.environ.get(TOKEN) else f"; {TOKEN} is not set, so no secret is compared"
+        sys.stderr.write(
+            f"rankstep: {who} listens on {where}, port {port}, for the other hosts{open_to}\n"
+        )
+        sys.stderr.flush()
 
 
 def port_holder(port: int) -> str:

@@ -12,7 +12,8 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from rankstep.errors import WorldError
-from rankstep.world.ports import listen, port_holder
+from rankstep.world import identity
+from rankstep.world.ports import announce, listen, port_holder
 
 if TYPE_CHECKING:
     import socket
@@ -40,19 +41,25 @@ def open_store(env: RankEnv, timeout: timedelta) -> Store:
         timeout: how long to wait for the other ranks.
 
     Raises:
-        WorldError: the port is taken, rank 0 cannot be reached, or some ranks did not arrive.
+        WorldError: the port is taken, rank 0 cannot be reached, another job meets there, or some ranks did not arrive.
 
     Source: https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.TCPStore
     """
     if env.world_size == 1 or env.master_addr is None or env.master_port is None:
         return HashStore()
     tcp = _connect(env, env.master_addr, env.master_port, timeout)
-    # A restarted group, or a second world in one process, meets in the same store, where old keys still lie.
-    attempt = f"rankstep/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    job = identity.read_identity(os.environ)
+    who, where = f"rank {env.rank} of {env.world_size}", f"{env.master_addr} port {env.master_port}"
+    identity.claim(tcp, job, who, where)
+    # A restarted group, or a second world in one process, meets in the same store, where old keys still lie. A store that
+    # rank 0 hosts is as young as the group, and the nodes of an elastic job have not seen equally many restarts.
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if hosted else "0"
+    attempt = f"rankstep/{restarts}"
     opened = tcp.add(f"{attempt}/opened/{env.rank}", 1)
     store = PrefixStore(f"{attempt}/{opened}", tcp)
     store.set_timeout(timeout)
-    _roll_call(store, env, timeout)
+    _roll_call(store, env, timeout, job)
     return store
 
 
@@ -110,7 +117,7 @@ def _connect(env: RankEnv, master_addr: str, port: int, timeout: timedelta) -> T
 
 def _listen(env: RankEnv, addr: str, port: int) -> socket.socket:
     try:
-        return listen(addr, port)
+        listener = listen(addr, port)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
@@ -119,23 +126,34 @@ def _listen(env: RankEnv, addr: str, port: int) -> socket.socket:
             "cannot meet there. Next: end that process, or export another MASTER_PORT on every rank; `rankstep run` "
             "finds a free one by itself."
         ) from error
+    announce("rank 0", listener)
+    return listener
 
 
-def _roll_call(store: Store, env: RankEnv, timeout: timedelta) -> None:
+def _roll_call(store: Store, env: RankEnv, timeout: timedelta, job: identity.Identity) -> None:
     everyone = [f"here/{rank}" for rank in range(env.world_size)]
-    store.set(everyone[env.rank], "")
+    store.set(everyone[env.rank], identity.greeting(job, env.rank))
+    problem = ""
     try:
         if env.rank == 0:
             store.wait(everyone, timeout)
-            store.set(_ALL_HERE, "")
+            refused = identity.strangers(store, job, everyone)
+            store.set(_ALL_HERE, identity.all_here(job, refused))
+            problem = identity.tell_refused(refused) if refused else ""
         else:
             store.wait([_ALL_HERE], timeout)
+            problem = identity.check_all_here(store.get(_ALL_HERE), job)
     except dist.DistError as error:
         raise WorldError(
             f"rank {env.rank} of {env.world_size}: {_absent(store, everyone)} within {timeout.total_seconds():g} s "
             f"({_first_line(error)}). Next: see why they did not start, or whether they were given another "
             f"MASTER_ADDR or MASTER_PORT than {env.master_addr}:{env.master_port}."
         ) from error
+    if problem:
+        raise WorldError(
+            f"rank {env.rank} of {env.world_size}: at {env.master_addr} port {env.master_port} {problem}. Next: see what "
+            f"else connects there; all ranks of one job need the same {identity.TOKEN}."
+        )
 
 
 def _absent(store: Store, everyone: list[str]) -> str:

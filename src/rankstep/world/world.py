@@ -13,6 +13,7 @@ import torch
 from torch import distributed as dist
 
 from rankstep.errors import DataError, WorldError
+from rankstep.world import observers
 from rankstep.world.cores import threads_per_rank
 from rankstep.world.env import RankEnv, adopted_rank_env, read_rank_env
 from rankstep.world.interface import gloo_interface
@@ -179,6 +180,8 @@ class World:
             if not dist.is_initialized():
                 self._open(stack)
             self._closing = stack.pop_all()
+        for tell in observers.on_open:
+            tell()
         return self
 
     def __exit__(
@@ -228,6 +231,8 @@ class World:
                 # Closing makes other ranks fail: the launcher must know that this rank failed before them.
                 with suppress(AttributeError, TypeError):
                     error.rankstep_failed_ns = time.monotonic_ns()  # type: ignore[attr-defined]
+            for tell in observers.on_close:
+                tell(None if clean else error)
             if clean:
                 leave_store(store, self._env, _LEAVE_TIMEOUT)
                 # init_process_group wraps the hook to prefix the rank; a second world would wrap it twice.
