@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from dataclasses import replace
 
 import pytest
 import traces
 from chromium import FLAGS, executable
+from seen import BOX, COLOURS, colour, facts, height, hover, place, to_timeline
 from traces import HOSTILE
 
 from rankstep.trace.model import Trace
-from rankstep.trace.page import render
 from rankstep.trace.summary import summarize
 
-COLOURS = {"data": "e69f00", "forward": "56b4e9", "backward": "0072b2", "bucket": "009e73"}
-FULL = ("data", "forward", "backward", "bucket", "wait", "optimizer", "other")
-BOX = "(b => [b.left, b.top, b.width, b.height])(document.querySelector('%s').getBoundingClientRect())"
-
-
-@pytest.fixture(scope="session")
-def pages(tmp_path_factory):
-    """Give ``pages(trace)``, the file of its page."""
-    folder = tmp_path_factory.mktemp("pages")
-
-    def write(trace, **options):
-        path = folder / f"{len(list(folder.iterdir()))}.html"
-        path.write_text(render(trace, **options), encoding="utf-8")
-        return path
-
-    return write
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @pytest.fixture(scope="session")
@@ -46,53 +30,6 @@ def big(pages):
 @pytest.fixture(scope="session")
 def four(pages):
     return pages(traces.big(4, 6, 500, 50))
-
-
-@pytest.fixture(autouse=True)
-def quiet(browser):
-    """Fail a test whose page has complained, asked for something, or opened a dialog."""
-    yield
-    assert browser.console == []
-    assert browser.run("document.body.dataset.errors") == "0"
-
-
-def facts(browser, selector="#timeline"):
-    return browser.run(f"({{...document.querySelector({json.dumps(selector)}).dataset}})")
-
-
-def to_timeline(browser):
-    browser.run("document.getElementById('scroller').scrollIntoView()")
-    browser.frame()
-
-
-def place(browser, ms, *, step=0):
-    """Say where, across the window, so many milliseconds after a step's begin are drawn; the steps take 40 ms."""
-    left, _, width, _ = browser.run(BOX % "#timeline")
-    seen = {name: float(value) for name, value in facts(browser).items()}
-    part = ((40 * step + ms) * 1e6 - seen["left"]) / (seen["right"] - seen["left"])
-    return left + seen["gutter"] + part * (width - seen["gutter"])
-
-
-def height(browser, lane, *, rank=0):
-    """Say where, down the window, the middle of a lane's bar is drawn."""
-    heights = {"backward": 23, "bucket": 24}
-    above = sum(heights.get(one, 15) + 2 for one in FULL[: FULL.index(lane)])
-    block = 2 + sum(heights.get(one, 15) + 2 for one in FULL) + 8
-    return browser.run(BOX % "#timeline")[1] + 38 + rank * block + 2 + above + 7
-
-
-def colour(browser, x, y):
-    left, top, *_ = browser.run(BOX % "#timeline")
-    return browser.run(
-        "[...document.getElementById('timeline').getContext('2d')"
-        f".getImageData({round(x - left)}, {round(y - top)}, 1, 1).data]"
-        ".slice(0, 3).map(n => n.toString(16).padStart(2, '0')).join('')"
-    )
-
-
-def hover(browser, x, y):
-    browser.mouse("mouseMoved", x, y)
-    return browser.text("#tooltip")
 
 
 def test_plain_headless_shows_a_page_without_errors(two, tmp_path, browser):

@@ -51,7 +51,8 @@ def two_ranks():
                 BucketTrace(1, at(done), at(done), at(34), at(max(29, done)), at(34), False),
             )
             ready = ((0, at(done - 10)), (1, at(done - 9)), (2, at(done - 1)))
-            steps.append(StepTrace(number, at(0), at(40), spans, ready, buckets))
+            learns = number == 0
+            steps.append(StepTrace(number, at(0), at(40), spans, ready, buckets, learns=learns))
         ranks.append(RankTrace(rank, "alpha", "cpu", 1000, params, infos, tuple(steps), True))
     return Trace(tuple(ranks), 2, "rankstep run --nproc-per-node 2 train.py", VERSIONS)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 import rankstep
-from rankstep.trace import clock, overlap, record
+from rankstep.trace import chrome, clock, overlap, record
 from rankstep.trace.files import load
 from rankstep.trace.model import SpanKind
 from rankstep.trace.summary import summarize
@@ -38,7 +39,14 @@ class SlowOn(TensorDataset):
         return super().__getitem__(index)
 
 
-def train(rank, folder, width=256, steps=6, late_rank=None, profiled=None):
+def train(rank, folder, width=256, steps=6, late_rank=None, profiled=None, shared_memory=True):
+    with pytest.MonkeyPatch.context() as patch:
+        if not shared_memory:
+            patch.setenv("RANKSTEP_SHARED_MEMORY", "0")
+        return record_steps(rank, folder, width, steps, late_rank, profiled)
+
+
+def record_steps(rank, folder, width, steps, late_rank, profiled):
     torch.manual_seed(0)
     layers = [torch.nn.Linear(width, width) for _ in range(4)]
     model = rankstep.DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.2)
@@ -102,31 +110,114 @@ def spans_of_profile(path, *names):
     )
 
 
-def near(ours, theirs):
-    """Within 5 %, or the third of a millisecond that a busy machine puts between two looks at a clock."""
-    return abs(ours - theirs) <= max(0.05 * theirs, 300_000)
+def slices_nest(events):
+    """Slices of one thread lie inside each other or apart."""
+    threads = {}
+    for event in events:
+        if event["ph"] == "X":
+            begin = round(event["ts"] * 1000)
+            end = begin + round(event.get("dur", 0) * 1000)
+            threads.setdefault((event["pid"], event["tid"]), []).append((begin, -end))
+    for slices in threads.values():
+        until = []
+        for begin, minus_end in sorted(slices):
+            while until and until[-1] <= begin:
+                until.pop()
+            if until and -minus_end > until[-1]:
+                return False
+            until.append(-minus_end)
+    return True
 
 
-def test_it_agrees_with_torchs_profiler(ranks, tmp_path):
-    """Forward, optimizer step and each all-reduce, measured by both in the same run."""
-    ranks(2).run(train, tmp_path, width=768, profiled=tmp_path)
-    for rank in load(tmp_path).ranks:
-        path = tmp_path / f"profile-{rank.rank}.json"
-        pairs = []
-        for kind, name in (
-            (SpanKind.FORWARD, "DistributedDataParallel.forward"),
-            (SpanKind.OPTIMIZER, "Optimizer.step#"),
-        ):
-            theirs = spans_of_profile(path, name)
-            ours = [s for step in rank.steps for s in step.spans if s.kind is kind]
-            assert len(theirs) == len(ours) == 6
-            pairs += zip(ours, theirs, strict=True)
-        agree = [near(s.end_ns - s.begin_ns, end - begin) for s, (begin, end) in pairs]
-        # One of them may be interrupted between the two looks.
-        assert agree.count(False) <= 1, pairs
-        # The same clock, too: Unix time, as the profiler has it.
-        apart = sorted(abs(s.begin_ns + rank.unix_ns - begin) for s, (begin, _) in pairs)
-        assert apart[len(apart) // 2] < 1e6
+@pytest.fixture(scope="module")
+def profiled(ranks, tmp_path_factory):
+    """One run, recorded by us and by torch's profiler at the same time; over gloo, whose work the profiler sees."""
+    folder = tmp_path_factory.mktemp("profiled")
+    ranks(2).run(train, folder, width=768, profiled=folder, shared_memory=False)
+    return folder
+
+
+def measured_by_both(folder, rank, label, ours):
+    """Pairs of (begin, end), ours and the profiler's, in Unix time; the same clock for both."""
+    theirs = spans_of_profile(folder / f"profile-{rank.rank}.json", label)
+    assert len(theirs) == len(ours)
+    shifted = [(begin + rank.unix_ns, end + rank.unix_ns) for begin, end in ours]
+    return list(zip(shifted, theirs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "label", "around_ns"),
+    [
+        (SpanKind.FORWARD, "DistributedDataParallel.forward", 0),
+        # Its label also covers torch's own bookkeeping before and after the hooks that tell us.
+        (SpanKind.OPTIMIZER, "Optimizer.step#", 200_000),
+    ],
+)
+def test_spans_agree_with_torchs_profiler(profiled, kind, label, around_ns):
+    """The same work measured by both in one run: within 5 %, whatever else the machine does."""
+    for rank in load(profiled).ranks:
+        ours = [
+            (span.begin_ns, span.end_ns)
+            for step in rank.steps
+            for span in step.spans
+            if span.kind is kind
+        ]
+        assert len(ours) == 6
+        pairs = measured_by_both(profiled, rank, label, ours)
+        lengths = [(end - begin, their_end - their) for (begin, end), (their, their_end) in pairs]
+        # A rank may be interrupted between two looks at a clock, but not each time.
+        apart = statistics.median(abs(own - other) / other for own, other in lengths)
+        rest = statistics.median(abs(own - other) for own, other in lengths)
+        assert apart <= 0.05 or rest <= around_ns
+        assert statistics.median(abs(own[0] - their[0]) for own, their in pairs) < 1e6
+
+
+def test_ends_of_buckets_agree_with_torchs_profiler(profiled):
+    """The profiler shows an all-reduce from when a thread of gloo takes it up: later than its launch, with the same end."""
+    clocks_ns = 1_000_000
+    for rank in load(profiled).ranks:
+        buckets = [bucket for step in rank.steps for bucket in step.buckets]
+        assert len(buckets) == 24
+        theirs = spans_of_profile(profiled / f"profile-{rank.rank}.json", "gloo:all_reduce")
+        assert len(theirs) == 24
+        launches = sorted(bucket.launched_ns + rank.unix_ns for bucket in buckets)
+        ends = sorted(bucket.finished_ns + rank.unix_ns for bucket in buckets)
+        their_ends = sorted(end for _, end in theirs)
+        # Whatever else the machine does, nothing is taken up before it is launched, or told before it has ended.
+        assert all(o <= t + clocks_ns for o, (t, _) in zip(launches, theirs, strict=True))
+        assert all(o >= t - clocks_ns for o, t in zip(ends, their_ends, strict=True))
+        # What tells us may have had to wait for the interpreter, but not each time.
+        lengths = [bucket.finished_ns - bucket.launched_ns for bucket in buckets]
+        apart = sorted(abs(o - t) for o, t in zip(ends, their_ends, strict=True))
+        assert apart[len(apart) // 4] <= max(0.05 * statistics.median(lengths), 300_000)
+
+
+def test_a_profile_is_merged_so_that_viewers_can_show_it(profiled):
+    """Whether the profiler's own slices nest depends on when a collective ends; merged ones always do."""
+    paths = [profiled / f"profile-{number}.json" for number in range(2)]
+    trace = load(profiled)
+    events = json.loads(chrome.export(trace, None, paths))["traceEvents"]
+    assert slices_nest(events)
+    timed = [event for event in events if event["ph"] != "M"]
+    assert min(event["ts"] for event in timed) == 0
+    assert {event["ph"] for event in timed} <= {"X", "i", "s", "f", "t"}
+    starts = [event["id"] for event in timed if event["ph"] == "s"]
+    assert len(set(starts)) == len(starts)
+    for rank in trace.ranks:
+        ours = sorted(
+            event["ts"]
+            for event in timed
+            if event["ph"] == "X" and event["name"] == "forward" and event["pid"] == rank.rank
+        )
+        theirs = sorted(
+            event["ts"]
+            for event in timed
+            if event["name"] == "DistributedDataParallel.forward"
+            and event["pid"] // 1_000_000 == rank.rank + 1
+        )
+        # The labels lie around what is recorded inside of them.
+        apart_us = [own - their for own, their in zip(ours, theirs, strict=True)]
+        assert 0 <= statistics.median(apart_us) < 1000
 
 
 # ---------------------------------------------------------------- clocks
@@ -255,7 +346,7 @@ def test_torchrun_records_through_the_environment(run, tmp_path):
     ("words", "part"),
     [
         (["--trace-steps", "1:2"], "--trace-steps needs --trace DIR"),
-        (["--trace", "t", "--trace-steps", "2:1"], "the steps to record are '2:1'"),
+        (["--trace", "t", "--trace-steps", "2:1"], "the steps are '2:1'"),
     ],
 )
 def test_wrong_flags_are_told_before_a_rank_starts(run, words, part):

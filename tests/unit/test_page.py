@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from rankstep.trace import page
 from rankstep.trace.model import BucketTrace, RankTrace, StepTrace, Trace
-from rankstep.trace.page import numbers, pack, render
+from rankstep.trace.page import fitted, numbers, pack, render
 
 ROOT = Path(__file__).parents[2]
 EMPTY = Trace((), 4, "", {})
@@ -162,7 +162,7 @@ def test_times_are_kept_to_the_nanosecond():
     origin = min(rank.steps[0].begin_ns for rank in trace.ranks)
     for rank, packed in zip(trace.ranks, data["ranks"], strict=True):
         for step, row in zip(rank.steps, packed["steps"], strict=True):
-            number, begin, length, spans, order, times, buckets = row
+            number, begin, length, spans, order, times, buckets, _ = row
             assert (number, begin, length) == (
                 step.number,
                 step.begin_ns - origin,
@@ -225,3 +225,20 @@ def test_an_empty_trace_is_a_page_too():
     text = render(EMPTY)
     assert "<h1>Training steps of 4 ranks</h1>" in text
     assert embedded(text)["ranks"] == []
+
+
+def test_a_page_that_would_be_too_long_holds_the_first_steps():
+    trace = traces.big(4, 20, 100, 10)
+    assert fitted(trace) is trace
+    whole = len(json.dumps(pack(trace)))
+    part = fitted(trace, whole // 2)
+    kept = [step.number for step in part.ranks[0].steps]
+    assert kept == list(range(10, 10 + len(kept)))
+    assert 5 <= len(kept) < 20
+    assert len(json.dumps(pack(part))) < 1.1 * whole // 2
+    assert all(len(rank.steps) == len(kept) for rank in part.ranks)
+    (notice,) = part.notices
+    assert f"so this one ends with step {kept[-1]}; the last that was read is 29" in notice
+    assert notice in render(part).replace("\\u003c", "<")
+    # One step stays, whatever its size.
+    assert [len(rank.steps) for rank in fitted(trace, 10).ranks] == [1] * 4

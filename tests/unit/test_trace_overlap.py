@@ -27,7 +27,7 @@ STARTED = overlap.starts([quick(), slow()])
 
 
 def test_a_bucket_starts_when_the_last_rank_launches_it():
-    assert STARTED == [53 * MS, 65 * MS]
+    assert STARTED == {0: 53 * MS, 1: 65 * MS}
 
 
 def test_the_parts_of_a_rank_that_waits():
@@ -71,11 +71,11 @@ def test_communication_under_two_buckets_at_once_counts_once():
 
 def test_an_end_that_nobody_tells_is_that_of_the_wait():
     alone = step(1, 0, [(B, 20), (W, 2)], [], [bucket(0, 4, 5, None, 20, 22)])
-    assert in_ms(overlap.parts(alone, [5 * MS]))["hidden_ns"] == 15
+    assert in_ms(overlap.parts(alone, {0: 5 * MS}))["hidden_ns"] == 15
 
 
 def test_without_communication_there_is_no_share():
-    assert overlap.parts(step(1, 0, [(F, 3)], [], []), []).hidden_share is None
+    assert overlap.parts(step(1, 0, [(F, 3)], [], []), {}).hidden_share is None
 
 
 def test_the_figures_of_buckets():
@@ -92,7 +92,7 @@ def test_the_figures_of_buckets():
 
 def test_what_was_not_recorded_is_none():
     alone = step(0, 0, [(B, 20), (W, 2)], [], [bucket(0, None, 5, None, 20, 22)])
-    (figures,) = overlap.bucket_figures(alone, [5 * MS], [(0,)])
+    (figures,) = overlap.bucket_figures(alone, {0: 5 * MS}, [(0,)])
     assert (figures.fill_ns, figures.delay_ns) == (None, None)
 
 
@@ -144,7 +144,7 @@ def test_sets_of_time_are_those_of_single_moments(some, others):
 def test_the_parts_add_up_to_the_step(pieces, flights):
     buckets = [bucket(i, None, min(f), max(f), min(f), max(f)) for i, f in enumerate(flights)]
     one = step(1, 0, pieces, [], buckets)
-    started = [(min(f) + max(f)) // 2 * MS for f in flights]
+    started = {i: (min(f) + max(f)) // 2 * MS for i, f in enumerate(flights)}
     parts = overlap.parts(one, started)
     assert parts.step_ns == one.end_ns - one.begin_ns
     assert 0 <= parts.hidden_ns <= parts.compute_ns

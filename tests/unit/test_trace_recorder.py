@@ -21,7 +21,8 @@ from rankstep.trace import record, recorder
 from rankstep.trace.clock import Alignment, identity
 from rankstep.trace.files import TraceError, load
 from rankstep.trace.model import SpanKind
-from rankstep.trace.recorder import RecorderWarning, install_from_environment, read_steps
+from rankstep.trace.recorder import RecorderWarning, install_from_environment
+from rankstep.trace.steps import read_steps
 from rankstep.trace.taps import Taps
 
 # torch reads its compiler's settings, and sets a variable, when the first optimizer of a process steps.
@@ -31,10 +32,10 @@ ORIGINALS = (DataLoader.__iter__, _BaseDataLoaderIter.__next__, torch.autograd.b
 
 
 def replaced():
-    """What is not as it was before the first recording."""
+    """What is not as it was before the first recording; others may listen for wrappers, too."""
     now = (DataLoader.__iter__, _BaseDataLoaderIter.__next__, torch.autograd.backward)
     patched = [one for one, before in zip(now, ORIGINALS, strict=True) if one is not before]
-    return [*patched, *observers.on_wrap]
+    return [*patched, *(one for one in observers.on_wrap if hasattr(one, "__self__"))]
 
 
 @pytest.fixture(autouse=True)
@@ -184,7 +185,15 @@ def test_a_wrapper_made_before_or_inside_the_block_is_recorded(group, tmp_path):
     assert trace.world_size == 1
     assert len(rank.params) == 8
     assert {s.kind for s in rank.steps[0].spans} >= {SpanKind.FORWARD, SpanKind.BACKWARD}
-    assert [step.number for step in rank.steps] == [0, 1]
+    # Each trained by itself, one after the other.
+    assert [(step.number, step.wrappers) for step in rank.steps] == [
+        (0, (0,)),
+        (1, (0,)),
+        (2, (1,)),
+        (3, (1,)),
+    ]
+    assert [step.learns for step in rank.steps] == [True, False, True, False]
+    assert [w.split()[0] for w in rank.wrappers] == ["Sequential", "Sequential"]
 
 
 def test_a_whole_loop(group, tmp_path):

@@ -30,7 +30,7 @@ def command(monkeypatch, capsys):
     """Run `rankstep trace` on a trace that was read."""
 
     def run(trace, *words):
-        monkeypatch.setattr("rankstep.cli.trace.load", lambda _: trace)
+        monkeypatch.setattr("rankstep.cli.trace.load", lambda *_: trace)
         code = main(["trace", "somewhere", *words])
         return code, *capsys.readouterr()
 
@@ -292,7 +292,15 @@ def profile(**other):
             {"ph": "M", "name": "process_name", "pid": 77, "tid": 0, "args": {"name": "python"}},
             {"ph": "X", "pid": 77, "tid": 5, "ts": 100.5, "dur": 2, "name": "aten::mm"},
             {"ph": "s", "pid": 77, "tid": 5, "ts": 101.0, "id": 3, "name": "ac2g", "cat": "ac2g"},
-            {"ph": "X", "pid": "Spans", "tid": 0, "ts": 1, "dur": 1, "args": {"correlation": 4}},
+            {
+                "ph": "X",
+                "pid": "Spans",
+                "tid": 0,
+                "ts": 1,
+                "dur": 1,
+                "name": "s",
+                "args": {"correlation": 4},
+            },
         ],
     } | other
 
@@ -312,6 +320,48 @@ def test_a_profile_is_moved_onto_the_same_clock(command, tmp_path, packed):
     assert name["pid"] == operator["pid"] == arrow["pid"] != span["pid"]
     assert len({e["id"] for e in events if e["ph"] == "s"}) == 5
     assert span["args"]["correlation"] > 1000
+
+
+def test_slices_that_reach_out_of_others_get_threads_of_their_own(command, tmp_path):
+    """As the profiler draws a collective: from inside of what set it off to long after that."""
+
+    def x(name, ts, dur, tid=5):
+        return {"ph": "X", "pid": 77, "tid": tid, "ts": ts, "dur": dur, "name": name}
+
+    thread = {"ph": "M", "name": "thread_name", "pid": 77, "tid": 5, "args": {"name": "main"}}
+    slices = [
+        x("gradient", 100, 10),
+        x("all_reduce 0", 105, 50),
+        x("all_reduce 1", 108, 90),
+        x("inside", 101, 2),
+        x("after", 300, 5),
+        x("elsewhere", 104, 50, tid=6),
+    ]
+    file, other = tmp_path / "out.json", tmp_path / "profile.json"
+    other.write_text(json.dumps(profile(traceEvents=[thread, *slices])))
+    assert not slices_nest(slices)
+    assert command(two_ranks(), "--chrome", str(file), "--kineto", str(other))[0] == 0
+    events = json.loads(file.read_text("utf-8"))["traceEvents"]
+    assert slices_nest(events)
+    tids = {e["name"]: e["tid"] for e in events if e["ph"] == "X" and e["pid"] > 1000}
+    assert [tids[n] for n in ("gradient", "inside", "after", "elsewhere")] == [5, 5, 5, 6]
+    assert len({5, 6, tids["all_reduce 0"], tids["all_reduce 1"]}) == 4
+    named = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert named[tids["all_reduce 0"]] == "main: beside, 1"
+    assert named[tids["all_reduce 1"]] == "main: beside, 2"
+
+
+def test_a_profile_that_begins_before_the_first_step_leaves_no_time_below_0(command, tmp_path):
+    file, other = tmp_path / "out.json", tmp_path / "profile.json"
+    other.write_text(json.dumps(profile()))
+    # At 0 of rank 1 its host's Unix time is 15 ms, so the profile's first slice is 5 ms before.
+    trace = changed(two_ranks(), 1, unix_ns=15_000_000)
+    assert command(trace, "--chrome", str(file), "--kineto", str(other))[0] == 0
+    events = json.loads(file.read_text("utf-8"))["traceEvents"]
+    assert min(event["ts"] for event in events if event["ph"] != "M") == 0
+    first = next(e for e in events if e["name"] == "ProfilerStep#1" and e["pid"] == 1)
+    operator = next(e for e in events if e["name"] == "aten::mm")
+    assert operator["ts"] - first["ts"] == pytest.approx(-5000 + 100.5)
 
 
 @pytest.mark.parametrize(
@@ -339,6 +389,6 @@ def test_a_step_that_is_not_there_cannot_be_exported():
 
 
 def test_the_error_is_one_class_everywhere():
-    from rankstep.trace import recorder
+    from rankstep.trace import lines, steps
 
-    assert recorder.TraceError is files.TraceError
+    assert lines.TraceError is steps.TraceError is files.TraceError

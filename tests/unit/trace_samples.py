@@ -50,6 +50,7 @@ def step(number, begin, pieces, ready, buckets):
         made,
         tuple((param, at * MS) for param, at in ready),
         tuple(buckets),
+        learns=number == 0,
     )
 
 

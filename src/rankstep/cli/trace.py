@@ -7,14 +7,19 @@ import importlib
 import json
 import shutil
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from rankstep.trace import timeline
-from rankstep.trace.files import TraceError, load
+from rankstep.trace.files import READ_BYTES, TraceError, is_long, load
+from rankstep.trace.steps import read_steps
 from rankstep.trace.summary import paragraph, summarize
+from rankstep.trace.words import size
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from rankstep.trace.model import Trace
     from rankstep.trace.summary import Summary
 
@@ -25,6 +30,8 @@ example: record steps 10 to 19, read them, and make a page of them
   rankstep trace traces --html traces.html
 """
 _PLAIN_WIDTH = 120
+TOLD_BYTES = 20_000_000
+"""What is longer takes more than a second to read."""
 
 
 def main(words: list[str]) -> int:
@@ -37,7 +44,12 @@ def main(words: list[str]) -> int:
         TraceError: there is no trace that can be told about.
     """
     args = _parser().parse_args(words)
-    trace = load(args.directory)
+    steps = None if args.steps is None else read_steps(args.steps)
+    if args.step is not None and is_long(args.directory):
+        # With the step before it: since its waits the ranks are compared.
+        steps = range(max(0, args.step - 1), args.step + 1)
+    with _telling(sys.stderr) as tell:
+        trace = load(args.directory, steps, tell)
     if args.chrome is not None:
         from rankstep.trace import chrome
 
@@ -48,13 +60,40 @@ def main(words: list[str]) -> int:
             _write(args.chrome, chrome.export(trace, args.step, [*map(Path, args.kineto)]))
     if args.html is not None:
         page = importlib.import_module("rankstep.trace.page")
-        _write(args.html, page.render(trace))
+        _write(args.html, page.render(page.fitted(trace)))
+    written = args.chrome is not None or args.html is not None
     if args.json:
         json.dump(summarize(trace, args.step).as_dict(), sys.stdout, indent=2)
         sys.stdout.write("\n")
-    elif args.chrome is None and args.html is None:
+    elif not written:
         show(trace, summarize(trace, args.step), sys.stdout, brief=False)
+    for notice in trace.notices if written else ():
+        print(f"rankstep trace: {notice}", file=sys.stderr)  # noqa: T201
     return 0
+
+
+@contextmanager
+def _telling(screen: TextIO) -> Iterator[Callable[[int, int], None]]:
+    """Show how much of a trace has been read, if that takes long: a bar on a terminal, a line elsewhere."""
+    if not screen.isatty():
+        told: list[int] = []
+
+        def tell(_: int, total: int) -> None:
+            if total > TOLD_BYTES and not told:
+                told.append(total)
+                print(f"reading {size(total)} ...", file=screen, flush=True)
+
+        yield tell
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(file=screen), transient=True) as bar:
+        task = bar.add_task("", total=None, visible=False)
+        yield lambda done, total: bar.update(
+            task, completed=done, total=total, visible=total > TOLD_BYTES
+        )
 
 
 def show(trace: Trace, summary: Summary, screen: TextIO, *, brief: bool) -> None:
@@ -117,6 +156,12 @@ def _parser() -> argparse.ArgumentParser:
         "directory", help="what was given to `rankstep run --trace` or RANKSTEP_TRACE"
     )
     parser.add_argument("--step", type=int, metavar="N", help="tell about this step alone")
+    parser.add_argument(
+        "--steps",
+        metavar="FIRST:LAST",
+        help="read these steps only, counted from 0, without LAST; a long trace is else read from its begin as far as "
+        f"{size(READ_BYTES)} go",
+    )
     parser.add_argument(
         "--json", action="store_true", help="print all figures as JSON, times in ns"
     )

@@ -1,10 +1,10 @@
 """From one rank's recorded events to its steps.
 
 Note [Where a step begins]
-    A step is cut at the first data wait, or the first forward of the main wrapper, after the gradients of the step
-    before it were in place. So the optimizer step, logging and whatever else follows a backward belongs to that
-    backward's step, and micro-batches under ``no_sync`` belong to the synced backward they lead to. The main wrapper is
-    the one that was made first; backwards of other wrappers fall into the step in which they were launched.
+    A step is cut at the first data wait, or the first forward of any wrapper, after the gradients of the step before it
+    were in place. So the optimizer step, logging and whatever else follows a backward belongs to that backward's step,
+    and micro-batches under ``no_sync`` belong to the synced backward they lead to. ``passes.py`` says which reductions of
+    several wrappers make one step.
 
 Note [Nested spans]
     An optimizer's closure runs forward and backward inside the optimizer step, and waits lie inside backward. Each
@@ -21,84 +21,106 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rankstep.trace.model import BucketInfo, BucketTrace, Span, SpanKind, StepTrace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from rankstep.trace.files import RankFile
+    from rankstep.trace.lines import RankFile, Rows
+    from rankstep.trace.passes import Reduction
 
 _Interval = tuple[SpanKind, int, int]
 T = TypeVar("T")
 
 
 class Names:
-    """Numbers for the parameters and buckets of all wrappers and all plans of a rank.
+    """Numbers for the parameters and buckets of all wrappers and all plans of a rank; the same on every rank.
 
     Args:
         plans: The plan lines of its file.
 
     Attributes:
+        wrappers: What each is called.
         params: All names; a name that several plans of a wrapper share stands once.
+        param_bytes: Bytes of each; empty if some plan does not tell.
         buckets: Those of all plans, one after the other.
     """
 
     def __init__(self, plans: Sequence[dict[str, Any]]) -> None:
+        # In another order than they were written: ranks may have written them at different times.
+        plans = sorted(plans, key=lambda plan: (plan["wrapper"], plan["plan_from"]))
+        modules = {plan["wrapper"]: plan["module"] for plan in plans}
+        self.places = {wrapper: place for place, wrapper in enumerate(modules)}
+        self.wrappers = [_called(wrapper, modules) for wrapper in modules] or [""]
         self.params: list[str] = []
+        self.param_bytes: list[int] = []
         self.buckets: list[BucketInfo] = []
         # For each wrapper and plan: from which step, the numbers of its parameters, the number of its first bucket.
         self._plans: dict[int, list[tuple[int, list[int], int]]] = {}
-        several = len({plan["wrapper"] for plan in plans}) > 1
         known: dict[tuple[int, str], int] = {}
         for plan in plans:
             wrapper = plan["wrapper"]
+            place = self.places[wrapper]
             numbers = []
-            for name in plan["params"]:
+            for place_in_plan, name in enumerate(plan["params"]):
                 if (wrapper, name) not in known:
                     known[wrapper, name] = len(self.params)
-                    self.params.append(f"{wrapper}: {name}" if several else name)
+                    several = len(modules) > 1
+                    self.params.append(f"{self.wrappers[place]}: {name}" if several else name)
+                    self.param_bytes += plan["param_bytes"][place_in_plan : place_in_plan + 1]
                 numbers.append(known[wrapper, name])
             first = len(self.buckets)
             self._plans.setdefault(wrapper, []).append((plan["plan_from"], numbers, first))
             for bucket in plan["buckets"]:
                 params = tuple(numbers[i] for i in bucket["params"])
-                self.buckets.append(BucketInfo(len(self.buckets), bucket["nbytes"], params))
+                self.buckets.append(BucketInfo(len(self.buckets), bucket["nbytes"], params, place))
 
     def param(self, wrapper: int, step: int, index: int) -> int | None:
         """Its number among all; None if the file lacks the plan."""
         plan = self._plan(wrapper, step)
-        return plan[1][index] if plan is not None and index < len(plan[1]) else None
+        return plan[1][index] if plan is not None and 0 <= index < len(plan[1]) else None
 
     def bucket(self, wrapper: int, step: int, index: int) -> int | None:
         """Its number among all; None if the file lacks the plan."""
         plan = self._plan(wrapper, step)
-        return None if plan is None else plan[2] + index
+        if plan is None or not 0 <= plan[2] + index < len(self.buckets):
+            return None
+        return plan[2] + index
 
     def _plan(self, wrapper: int, step: int) -> tuple[int, list[int], int] | None:
         valid = [plan for plan in self._plans.get(wrapper, []) if plan[0] <= step]
         return valid[-1] if valid else None
 
 
-def assemble(file: RankFile, names: Names) -> tuple[StepTrace, ...]:
+def _called(wrapper: int, modules: dict[int, str]) -> str:
+    name = modules[wrapper]
+    if not name:
+        return str(wrapper)
+    return name if list(modules.values()).count(name) == 1 else f"{name} {wrapper}"
+
+
+def assemble(
+    file: RankFile, names: Names, numbers: Mapping[Reduction, int]
+) -> tuple[StepTrace, ...]:
     """Put a rank's events into steps; a step whose gradients never got into place is left out.
 
     Args:
         file: As it was read.
         names: Numbers of its parameters and buckets.
+        numbers: The number of the step of each reduction.
     """
     events = file.events
-    main = min((w for w, kinds in events.items() if kinds["step_settled"]), default=None)
-    if main is None:
+    settled = _settled(file, numbers)
+    if not settled:
         return ()
     shift = file.header["offset_ns"]
     intervals = sorted(_intervals(file), key=lambda each: (each[1], -each[2]))
-    settled = sorted((at, step) for step, at in events[main]["step_settled"])
-    forwards = [at for _, at in events[main]["forward_began"]]
-    begins = sorted([*(begin for begin, _ in file.spans.get("data", [])), *forwards])
-    cuts = _cuts([at for at, _ in settled], begins, [end for _, _, end in intervals])
+    forwards = [at for kinds in events.values() for _, at in kinds["forward_began"]]
+    begins = sorted([*(begin for begin, _ in file.spans["data"]), *forwards])
+    cuts = _cuts([at for at, _, _ in settled], begins, [end for _, _, end in intervals])
     buckets = sorted(
         (b for wrapper, kinds in events.items() for b in _buckets(wrapper, kinds, names)),
         key=lambda each: each.launched_ns,
     )
     # On GPUs the host never sees a collective end: what torch reports there is when it was queued.
-    if not on_host(str(file.header["device"])):
+    if not file.by_device and not on_host(file.header["device"]):
         buckets = [replace(b, finished_ns=None) for b in buckets]
     ready = sorted(
         (at, number)
@@ -106,16 +128,18 @@ def assemble(file: RankFile, names: Names) -> tuple[StepTrace, ...]:
         for step, param, at in kinds["grad_ready"]
         if (number := names.param(wrapper, step, param)) is not None
     )
+    cpu = {(w, step): ns for w, kinds in events.items() for step, ns, _, _ in kinds["waits_ended"]}
     steps = []
     still: list[_Interval] = []
     place = 0
-    for (_, number), (begin, end) in zip(settled, pairwise(cuts), strict=True):
+    for (_, number, together), (begin, end) in zip(settled, pairwise(cuts), strict=True):
         inside = [each for each in still if each[2] > begin]
         while place < len(intervals) and intervals[place][1] < end:
             inside.append(intervals[place])
             place += 1
         still = inside
         clipped = [(k, max(b, begin), min(e, end)) for k, b, e in inside if e > begin]
+        wrappers = {names.places[wrapper] for wrapper, _ in together if wrapper in names.places}
         step = StepTrace(
             number=number,
             begin_ns=begin,
@@ -123,9 +147,26 @@ def assemble(file: RankFile, names: Names) -> tuple[StepTrace, ...]:
             spans=tuple(Span(*each) for each in innermost(clipped, begin, end)),
             ready=tuple((param, at) for at, param in _between(ready, begin, end, lambda r: r[0])),
             buckets=tuple(_between(buckets, begin, end, lambda b: b.launched_ns)),
+            wrappers=tuple(sorted(wrappers)) or (0,),
+            learns=any(step == 0 for _, step in together),
+            wait_cpu_ns=sum(cpu[one] for one in together) if cpu.keys() >= {*together} else None,
         )
         steps.append(moved(step, shift))
     return tuple(steps)
+
+
+def _settled(
+    file: RankFile, numbers: Mapping[Reduction, int]
+) -> list[tuple[int, int, list[Reduction]]]:
+    """When each step's last gradients were in place, which step, and its reductions, in order of time."""
+    found: dict[int, tuple[int, list[Reduction]]] = {}
+    for wrapper, kinds in file.events.items():
+        for step, at in kinds["step_settled"]:
+            number = numbers.get((wrapper, step))
+            if number is not None:
+                until, together = found.get(number, (at, []))
+                found[number] = (max(until, at), [*together, (wrapper, step)])
+    return sorted((at, number, together) for number, (at, together) in found.items())
 
 
 def on_host(device: str) -> bool:
@@ -180,15 +221,15 @@ def _cuts(settled: Sequence[int], begins: Sequence[int], ends: Sequence[int]) ->
 
 def _intervals(file: RankFile) -> Iterable[_Interval]:
     for kind in (SpanKind.DATA, SpanKind.BACKWARD, SpanKind.OPTIMIZER):
-        yield from ((kind, begin, end) for begin, end in file.spans.get(kind.value, []))
-    calls = sorted(file.spans.get("backward", []))
+        yield from ((kind, begin, end) for begin, end in file.spans[kind.value])
+    calls = sorted(file.spans["backward"])
     for kinds in file.events.values():
-        for begin, end in _pairs(kinds["forward_began"], kinds["forward_ended"]):
+        for begin, end in pairs(kinds["forward_began"], kinds["forward_ended"]):
             yield SpanKind.FORWARD, begin, end
         ended = {step: at for step, at in kinds["step_settled"]}  # noqa: C416 - dict() would not know the widths
         for step, at in kinds["backward_began"]:
             # Somebody called the engine by another way: all that is known is the first gradient.
-            place = bisect.bisect_right(calls, (at, 1 << 63)) - 1
+            place = bisect.bisect_right(calls, at, key=lambda call: call[0]) - 1
             if step in ended and (place < 0 or calls[place][1] < at):
                 yield SpanKind.BACKWARD, at, ended[step]
         waits: dict[int, list[int]] = {}
@@ -198,7 +239,7 @@ def _intervals(file: RankFile) -> Iterable[_Interval]:
             yield SpanKind.WAIT, min(times), max(times)
 
 
-def _pairs(
+def pairs(
     begins: Iterable[tuple[int, ...]], ends: Iterable[tuple[int, ...]]
 ) -> Iterable[tuple[int, int]]:
     """Match each end with the last begin before it; a forward that raised has no end."""
@@ -244,9 +285,7 @@ def innermost(intervals: Sequence[_Interval], begin: int, end: int) -> list[_Int
     return covered
 
 
-def _buckets(
-    wrapper: int, kinds: dict[str, list[tuple[int, ...]]], names: Names
-) -> Iterable[BucketTrace]:
+def _buckets(wrapper: int, kinds: Mapping[str, Rows], names: Names) -> Iterable[BucketTrace]:
     filled = {(step, index): at for step, index, at in kinds["bucket_filled"]}
     finished = {(step, index): at for step, index, at in kinds["bucket_finished"]}
     waited = {(step, index): (begun, at) for step, index, begun, at in kinds["bucket_waited"]}

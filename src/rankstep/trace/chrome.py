@@ -9,17 +9,17 @@ Source: the "Trace Event Format" document of the Chromium project; https://githu
 
 from __future__ import annotations
 
-import gzip
 import json
 from typing import TYPE_CHECKING, Any
 
 from rankstep.trace import overlap
 from rankstep.trace.files import TraceError
+from rankstep.trace.kineto import merged
 from rankstep.trace.model import SpanKind
 from rankstep.trace.overlap import COMPUTE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from rankstep.trace.model import BucketTrace, RankTrace, StepTrace, Trace
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 STEPS, HOST, BUCKETS = 0, 1, 10
 """Thread numbers; bucket lanes count on from the last."""
 
-# A merged profile brings processes of its own; each gets a number above all ranks.
-_FOREIGN_PIDS = 1_000_000
-_FOREIGN_IDS = 1 << 40
 _Event = dict[str, Any]
 
 
@@ -44,10 +41,16 @@ def export(trace: Trace, only: int | None = None, kineto: Sequence[Path] = ()) -
     Raises:
         TraceError: There is no such step, or a file is no such trace.
     """
-    zero = _zero(trace, only)
-    events = [event for rank in trace.ranks for event in _rank_events(trace, rank, only, zero)]
+    zero, starts = _zero(trace, only), _starts(trace)
+    events = [
+        event for rank in trace.ranks for event in _rank_events(trace, rank, only, zero, starts)
+    ]
     for path in kineto:
-        events += _merged(trace, path, zero)
+        events += merged(trace, path, zero)
+    if kineto:
+        # A profile may begin before the first step, and viewers want no time below 0.
+        first = min(event["ts"] for event in events if event["ph"] != "M")
+        events = [e if e["ph"] == "M" else {**e, "ts": e["ts"] - first} for e in events]
     return _document(events, trace, trace.ranks[0])
 
 
@@ -61,10 +64,10 @@ def export_ranks(trace: Trace, only: int | None = None) -> dict[str, str]:
     Raises:
         TraceError: There is no such step.
     """
-    zero = _zero(trace, only)
+    zero, starts = _zero(trace, only), _starts(trace)
     return {
         f"rank-{rank.rank:05}.json": _document(
-            list(_rank_events(trace, rank, only, zero)), trace, rank
+            list(_rank_events(trace, rank, only, zero, starts)), trace, rank
         )
         for rank in trace.ranks
     }
@@ -101,7 +104,22 @@ def _shown(rank: RankTrace, only: int | None) -> Iterable[StepTrace]:
     return (step for step in rank.steps if only is None or step.number == only)
 
 
-def _rank_events(trace: Trace, rank: RankTrace, only: int | None, zero: int) -> Iterator[_Event]:
+def _starts(trace: Trace) -> dict[int, dict[int, int]]:
+    """For each step when its buckets started."""
+    peers: dict[int, list[StepTrace]] = {}
+    for rank in trace.ranks:
+        for step in rank.steps:
+            peers.setdefault(step.number, []).append(step)
+    return {number: overlap.starts(steps) for number, steps in peers.items()}
+
+
+def _rank_events(
+    trace: Trace,
+    rank: RankTrace,
+    only: int | None,
+    zero: int,
+    starts: Mapping[int, Mapping[int, int]],
+) -> Iterator[_Event]:
     pid = rank.rank
     yield _named(pid, 0, "process_name", f"rank {rank.rank} ({rank.host}, {rank.device})")
     yield {
@@ -114,14 +132,15 @@ def _rank_events(trace: Trace, rank: RankTrace, only: int | None, zero: int) -> 
     yield _named(pid, STEPS, "thread_name", "steps")
     yield _named(pid, HOST, "thread_name", "host")
     lanes: list[int] = []
+    several = len(rank.wrappers) > 1
     for step in _shown(rank, only):
-        peers = [s for r in trace.ranks for s in r.steps if s.number == step.number]
-        started = overlap.starts(peers)
-        yield _slice(
-            pid, STEPS, f"ProfilerStep#{step.number}", step.begin_ns, step.end_ns, zero, "step"
-        )
+        started = starts[step.number]
+        name = f"ProfilerStep#{step.number}"
+        told = {"wrappers": [rank.wrappers[i] for i in step.wrappers]} if several else {}
+        yield _slice(pid, STEPS, name, step.begin_ns, step.end_ns, zero, "step", told)
         yield from _host_events(rank, step, zero)
-        for place, (bucket, start) in enumerate(zip(step.buckets, started, strict=False)):
+        for place, bucket in enumerate(step.buckets):
+            start = started[bucket.index]
             end = overlap.end_of_flight(bucket.finished_ns, bucket.wait_end_ns, start)
             known = len(lanes)
             lane = _free_lane(lanes, bucket.launched_ns, end)
@@ -169,15 +188,19 @@ def _bucket_events(
     start, end = flight
     names = [rank.params[i] for i in info.params]
     told = {"bytes": info.nbytes, "parameters": names, "in_backward": bucket.in_backward}
+    title = f"bucket {bucket.index}"
+    if len(rank.wrappers) > 1:
+        told["wrapper"] = rank.wrappers[info.wrapper]
+        title += f" of {told['wrapper']}"
     launched = bucket.launched_ns
     if start > launched:
-        name = f"bucket {bucket.index}: other ranks"
+        name = f"{title}: other ranks"
         yield _slice(rank.rank, tid, name, launched, start, zero, "bucket", told)
     told = {**told, "stream": tid, "correlation": -1}
     # HTA knows communication by these first words.
-    name = f"ncclDevKernel_AllReduce bucket {bucket.index}"
+    name = f"ncclDevKernel_AllReduce {title}"
     yield _slice(rank.rank, tid, name, start, end, zero, "kernel", told)
-    arrow = {"cat": "bucket", "name": f"bucket {bucket.index}", "id": flow, "pid": rank.rank}
+    arrow = {"cat": "bucket", "name": title, "id": flow, "pid": rank.rank}
     yield {**arrow, "ph": "s", "tid": tid, "ts": _us(launched - zero)}
     waited = min(bucket.wait_end_ns, max(bucket.wait_begin_ns, launched))
     yield {**arrow, "ph": "f", "bp": "e", "tid": HOST, "ts": _us(waited - zero)}
@@ -211,41 +234,3 @@ def _named(pid: int, tid: int, what: str, name: str) -> _Event:
 
 def _us(ns: int) -> float:
     return ns / 1000
-
-
-# ---------------------------------------------------------------- torch.profiler's traces
-
-
-def _merged(trace: Trace, path: Path, zero: int) -> Iterator[_Event]:
-    try:
-        data = path.read_bytes()
-        profile = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
-        base_ns = int(profile.get("baseTimeNanoseconds", 0))
-        events = profile["traceEvents"]
-        number = int(profile["distributedInfo"]["rank"]) if trace.world_size > 1 else 0
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TraceError(
-            f"{path} is no trace of torch.profiler that names its rank ({type(error).__name__}: {error}). Next: give a "
-            "file that prof.export_chrome_trace wrote while the process group was open."
-        ) from error
-    rank = next((rank for rank in trace.ranks if rank.rank == number), None)
-    if rank is None:
-        raise TraceError(f"{path} is of rank {number}, which this trace lacks. Next: leave it out.")
-    # Its times are microseconds after a Unix time; ours become Unix time by adding unix_ns.
-    shift = (base_ns - rank.unix_ns - zero) / 1000
-    pids: dict[Any, int] = {}
-    for event in events:
-        pid = pids.setdefault(event.get("pid"), _FOREIGN_PIDS * (number + 1) + len(pids))
-        moved = {**event, "pid": pid}
-        if "ts" in event and event.get("ph") != "M":
-            moved["ts"] = float(event["ts"]) + shift
-        if "id" in event and event.get("ph") in ("s", "t", "f"):
-            moved["id"] = _FOREIGN_IDS * (number + 1) + int(event["id"])
-        args = event.get("args")
-        if isinstance(args, dict):
-            moved["args"] = dict(args)
-            if isinstance(args.get("correlation"), int):
-                moved["args"]["correlation"] = _FOREIGN_IDS * (number + 1) + args["correlation"]
-            if event.get("name") == "process_name":
-                moved["args"]["name"] = f"rank {number} profile: {args.get('name')}"
-        yield moved

@@ -128,6 +128,23 @@ class BucketWaited:
 
 
 @dataclass(frozen=True, slots=True)
+class WaitsEnded:
+    """The rank had waited for all buckets of a step.
+
+    Attributes:
+        step: Which synced backward.
+        cpu_ns: Processor time of the process meanwhile, all threads together: what communication takes.
+        begun_ns: When the first wait began.
+        at_ns: When the last one ended.
+    """
+
+    step: int
+    cpu_ns: int
+    begun_ns: int
+    at_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepSettled:
     """All gradients of a synced backward are in place.
 
@@ -149,5 +166,6 @@ Event = (
     | BucketLaunched
     | BucketFinished
     | BucketWaited
+    | WaitsEnded
     | StepSettled
 )

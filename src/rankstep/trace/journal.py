@@ -32,7 +32,27 @@ COLUMNS: Final[Mapping[str, tuple[str, ...]]] = {
     "bucket_launched": ("step", "bucket", "in_backward", "at_ns"),
     "bucket_finished": ("step", "bucket", "at_ns"),
     "bucket_waited": ("step", "bucket", "begun_ns", "at_ns"),
+    "waits_ended": ("step", "cpu_ns", "begun_ns", "at_ns"),
     "step_settled": ("step", "at_ns"),
+    # When the host told the device to note the moment, and when the device did; see device.py.
+    "device_forward_began": ("step", "host_ns", "device_ns"),
+    "device_forward_ended": ("step", "host_ns", "device_ns"),
+    "device_backward_began": ("step", "host_ns", "device_ns"),
+    "device_bucket_filled": ("step", "bucket", "host_ns", "device_ns"),
+    "device_bucket_launched": ("step", "bucket", "host_ns", "device_ns"),
+    "device_bucket_finished": ("step", "bucket", "host_ns", "device_ns"),
+    "device_bucket_waited": ("step", "bucket", "host_ns", "device_ns"),
+    "device_step_settled": ("step", "host_ns", "device_ns"),
+}
+# What belongs to no wrapper, and how many numbers a row of it has: begin and end of spans; the same on the device, as
+# (host, device) twice; and moments at which the host saw that the device had passed a mark: host, device, seen.
+SPANS: Final[Mapping[str, int]] = {
+    "data": 2,
+    "backward": 2,
+    "optimizer": 2,
+    "device_backward": 4,
+    "device_optimizer": 4,
+    "device_seen": 3,
 }
 _TAKE: Final[dict[type, tuple[str, Callable[[Any], tuple[int, ...]]]]] = {
     ev.ForwardBegan: ("forward_began", lambda e: (e.step, e.at_ns)),
@@ -46,6 +66,7 @@ _TAKE: Final[dict[type, tuple[str, Callable[[Any], tuple[int, ...]]]]] = {
     ),
     ev.BucketFinished: ("bucket_finished", lambda e: (e.step, e.bucket, e.at_ns)),
     ev.BucketWaited: ("bucket_waited", lambda e: (e.step, e.bucket, e.begun_ns, e.at_ns)),
+    ev.WaitsEnded: ("waits_ended", lambda e: (e.step, e.cpu_ns, e.begun_ns, e.at_ns)),
     ev.StepSettled: ("step_settled", lambda e: (e.step, e.at_ns)),
 }
 
@@ -88,7 +109,6 @@ class Journal:
         self._lines: list[str] = []
         self._columns: dict[Any, dict[str, list[int]]] = {}
         self.lost = False
-        self._launched = self._finished = 0
         self.add({"format": FORMAT, "version": VERSION, **header})
         self.write()
 
@@ -96,11 +116,6 @@ class Journal:
     def full(self) -> bool:
         """The file is as long as it may be."""
         return self._written >= self._limit
-
-    @property
-    def in_flight(self) -> int:
-        """Buckets that were launched and whose end nobody has told yet; 0 if the backend tells no ends."""
-        return self._launched - self._finished if self._finished else 0
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Take a line of its own."""
@@ -114,10 +129,6 @@ class Journal:
         for event in events:
             name, numbers = _TAKE[type(event)]
             columns.setdefault(name, []).extend(numbers(event))
-            if name == "bucket_launched":
-                self._launched += 1
-            elif name == "bucket_finished":
-                self._finished += 1
 
     def take_spans(self, queue: Queue) -> None:
         """Take ``(kind, begin, end)`` of what belongs to no wrapper."""
@@ -127,13 +138,21 @@ class Journal:
         for kind, begin_ns, end_ns in spans:
             columns.setdefault(kind, []).extend((begin_ns, end_ns))
 
+    def take_rows(self, rows: Mapping[int | None, Mapping[str, list[int]]]) -> None:
+        """Take rows of numbers that are ready to be written: for each wrapper, and None for spans, those of each kind."""
+        for wrapper, kinds in rows.items():
+            columns = self._columns.setdefault(wrapper, {})
+            for name, numbers in kinds.items():
+                columns.setdefault(name, []).extend(numbers)
+
     def write(self) -> None:
         """Put everything taken so far into the file.
 
         Raises:
             OSError: It cannot be written: the disk is full, for example.
         """
-        for wrapper, columns in self._columns.items():
+        # Spans first: a file that is cut short then has no step that lacks them.
+        for wrapper, columns in sorted(self._columns.items(), key=lambda each: each[0] is not None):
             if columns:
                 self.add(columns if wrapper is None else {"wrapper": wrapper, **columns})
                 columns.clear()

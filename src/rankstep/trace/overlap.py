@@ -96,15 +96,18 @@ class Last:
     phase: SpanKind
 
 
-def starts(steps: Iterable[StepTrace]) -> list[int]:
-    """When each bucket started: the last rank had launched it.
+def starts(steps: Iterable[StepTrace]) -> dict[int, int]:
+    """When each bucket started, by its index: the last rank had launched it.
 
     Args:
-        steps: The same step of all ranks. Buckets are matched by launch order, which is the same everywhere.
+        steps: The same step of all ranks, whose plans are the same.
     """
-    launches = [[bucket.launched_ns for bucket in step.buckets] for step in steps]
-    longest = max(map(len, launches), default=0)
-    return [max(each[place] for each in launches if place < len(each)) for place in range(longest)]
+    launched: dict[int, int] = {}
+    for step in steps:
+        for bucket in step.buckets:
+            at = launched.get(bucket.index, bucket.launched_ns)
+            launched[bucket.index] = max(at, bucket.launched_ns)
+    return launched
 
 
 def end_of_flight(finished_ns: int | None, wait_end_ns: int, started_ns: int) -> int:
@@ -112,7 +115,7 @@ def end_of_flight(finished_ns: int | None, wait_end_ns: int, started_ns: int) ->
     return max(started_ns, wait_end_ns if finished_ns is None else finished_ns)
 
 
-def parts(step: StepTrace, started: Sequence[int]) -> Parts:
+def parts(step: StepTrace, started: Mapping[int, int]) -> Parts:
     """Say what a step was spent on.
 
     Args:
@@ -124,13 +127,14 @@ def parts(step: StepTrace, started: Sequence[int]) -> Parts:
         spent[span.kind] += span.end_ns - span.begin_ns
     waits = merged((s.begin_ns, s.end_ns) for s in step.spans if s.kind is SpanKind.WAIT)
     before = merged(
-        (bucket.wait_begin_ns, min(bucket.wait_end_ns, start))
-        for bucket, start in zip(step.buckets, started, strict=False)
+        (bucket.wait_begin_ns, min(bucket.wait_end_ns, started[bucket.index]))
+        for bucket in step.buckets
     )
     waiting = overlap(waits, before)
     flights = merged(
         (start, end_of_flight(bucket.finished_ns, bucket.wait_end_ns, start))
-        for bucket, start in zip(step.buckets, started, strict=False)
+        for bucket in step.buckets
+        for start in (started[bucket.index],)
     )
     computing = merged((s.begin_ns, s.end_ns) for s in step.spans if s.kind in COMPUTE)
     return Parts(
@@ -144,7 +148,7 @@ def parts(step: StepTrace, started: Sequence[int]) -> Parts:
 
 
 def bucket_figures(
-    step: StepTrace, started: Sequence[int], params: Sequence[Sequence[int]]
+    step: StepTrace, started: Mapping[int, int], params: Sequence[Sequence[int]]
 ) -> list[BucketFigures]:
     """Say what each bucket of a step did.
 
@@ -157,7 +161,8 @@ def bucket_figures(
     for param, at_ns in step.ready:
         first.setdefault(param, at_ns)
     figures = []
-    for bucket, start in zip(step.buckets, started, strict=False):
+    for bucket in step.buckets:
+        start = started[bucket.index]
         ready = [first[i] for i in params[bucket.index] if i in first]
         filled = bucket.filled_ns
         end = end_of_flight(bucket.finished_ns, bucket.wait_end_ns, start)

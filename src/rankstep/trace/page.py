@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
@@ -20,8 +21,11 @@ if TYPE_CHECKING:
 
     from rankstep.trace.model import BucketTrace, RankTrace, Span, StepTrace, Trace
 
-FORMAT = 1
+FORMAT = 2
 """The number of the packed form; the page refuses any other."""
+
+LIMIT_BYTES = 9_800_000
+"""A longer page takes too long to open and to send; its script and style have some 80 kB."""
 
 SCRIPTS = ("text", "data", "arithmetic", "state", "paint", "timeline", "pointer", "tables", "start")
 """The page's scripts in order: each uses those before it."""
@@ -82,6 +86,42 @@ def render(
     )
 
 
+def fitted(trace: Trace, limit_bytes: int = LIMIT_BYTES) -> Trace:
+    """Leave out steps, from the last one on, until the page is short enough for any browser.
+
+    Args:
+        trace: What was recorded.
+        limit_bytes: How long the page may be; one step is kept in any case.
+
+    Returns:
+        The trace itself, or a part of it that says in its notices what is missing.
+    """
+    numbers = sorted({step.number for rank in trace.ranks for step in rank.steps})
+    fits = len(numbers)
+    length = len(_json(pack(trace)))
+    while fits > 1 and length > limit_bytes:
+        # The shared rows stay however few steps there are, so a few rounds are needed.
+        fits = max(1, min(fits - 1, int(fits * limit_bytes / length)))
+        part = _first(trace, numbers[fits - 1])
+        length = len(_json(pack(part)))
+    if fits == len(numbers):
+        return trace
+    notice = (
+        f"A page of all steps would be longer than {limit_bytes / 1e6:.0f} MB, so this one ends with step "
+        f"{numbers[fits - 1]}; the last that was read is {numbers[-1]}. Next: name others with --steps FIRST:LAST."
+    )
+    return replace(part, notices=(*trace.notices, notice))
+
+
+def _first(trace: Trace, last: int) -> Trace:
+    """The trace without what follows a step."""
+    ranks = (
+        replace(rank, steps=tuple(step for step in rank.steps if step.number <= last))
+        for rank in trace.ranks
+    )
+    return replace(trace, ranks=tuple(ranks))
+
+
 def pack(trace: Trace) -> dict[str, Any]:
     """Turn a trace into what the page reads: few objects, and long rows of numbers as short strings.
 
@@ -95,14 +135,20 @@ def pack(trace: Trace) -> dict[str, Any]:
         Plain data for JSON.
     """
     origin = min((step.begin_ns for rank in trace.ranks for step in rank.steps), default=0)
-    names, plans, orders = _Table(), _Table(), _Table()
+    names, plans, orders, kinds = _Table(), _Table(), _Table(), _Table()
     return {
         "format": FORMAT,
         "world_size": trace.world_size,
-        "ranks": [_rank(rank, origin, names, plans, orders) for rank in trace.ranks],
+        "by_device": bool(trace.ranks) and all(rank.by_device for rank in trace.ranks),
+        "notices": [_text(notice) for notice in trace.notices],
+        "wrappers": [
+            _text(name) for name in max((r.wrappers for r in trace.ranks), key=len, default=())
+        ],
+        "ranks": [_rank(rank, origin, names, plans, orders, kinds) for rank in trace.ranks],
         "names": names.rows,
         "plans": plans.rows,
         "orders": orders.rows,
+        "kinds": kinds.rows,
     }
 
 
@@ -144,7 +190,7 @@ class _Table:
 
 
 def _rank(
-    rank: RankTrace, origin: int, names: _Table, plans: _Table, orders: _Table
+    rank: RankTrace, origin: int, names: _Table, plans: _Table, orders: _Table, kinds: _Table
 ) -> dict[str, Any]:
     return {
         "rank": rank.rank,
@@ -155,14 +201,17 @@ def _rank(
         "names": names.add(rank.params, [_text(name) for name in rank.params]),
         "plan": plans.add(
             rank.buckets,
-            [[info.index, info.nbytes, numbers(_steps(info.params))] for info in rank.buckets],
+            [
+                [info.index, info.nbytes, numbers(_steps(info.params)), info.wrapper]
+                for info in rank.buckets
+            ],
         ),
-        "steps": [_step(step, origin, orders) for step in rank.steps],
+        "steps": [_step(step, origin, orders, kinds) for step in rank.steps],
     }
 
 
-def _step(step: StepTrace, origin: int, orders: _Table) -> list[Any]:
-    """Pack a step: number, begin, length, spans, order of the gradients, their times, buckets."""
+def _step(step: StepTrace, origin: int, orders: _Table, kinds: _Table) -> list[Any]:
+    """Pack a step: number, begin, length, spans, order of the gradients, their times, buckets, kind."""
     order = tuple(param for param, _ in step.ready)
     return [
         step.number,
@@ -172,6 +221,7 @@ def _step(step: StepTrace, origin: int, orders: _Table) -> list[Any]:
         orders.add(order, numbers(_steps(order))),
         numbers(_steps((at for _, at in step.ready), step.begin_ns)),
         numbers(_buckets(step.buckets, step.begin_ns)),
+        kinds.add((step.wrappers, step.learns), [step.wrappers, step.learns]),
     ]
 
 

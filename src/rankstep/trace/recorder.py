@@ -9,19 +9,18 @@ A recorder that fails must not end a training: whatever goes wrong in here switc
 
 from __future__ import annotations
 
-import atexit
 import gc
 import itertools
+import multiprocessing.util
 import os
 import platform
-import re
 import shlex
 import socket
 import sys
 import time
 import warnings
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,22 +30,25 @@ import torch.distributed as dist
 from rankstep._version import __version__
 from rankstep.parallel import DistributedDataParallel, observers
 from rankstep.trace.clock import align
-from rankstep.trace.files import TraceError
 from rankstep.trace.journal import Journal, Queue
+from rankstep.trace.steps import read_steps
 from rankstep.trace.taps import Taps
+from rankstep.world.cores import usable_cores
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rankstep.buckets import Reducer
     from rankstep.buckets.line import Line
+    from rankstep.trace.device import DeviceMarks
 
 WRITE_STEPS = 10
 WRITE_S = 1.0
 LIMIT_BYTES = 256 * 1024 * 1024
 """A rank's file takes no more steps beyond this; some 100,000 steps of a model with 150 parameters."""
 
-TELLERS_S = 1.0
-TELLERS_REST_S = 0.02
-"""After its last event a thread needs the interpreter for a moment more."""
+TELLERS_S = 5.0
+"""Ends of buckets that are later than this come from collectives that hang."""
 
 DIRECTORY = "RANKSTEP_TRACE"
 STEPS = "RANKSTEP_TRACE_STEPS"
@@ -57,21 +59,6 @@ _sessions = itertools.count()
 
 class RecorderWarning(UserWarning):
     """Recording has ended early or does not begin; training goes on."""
-
-
-def read_steps(text: str | None) -> range:
-    """Read ``FIRST:LAST``, both optional, LAST not included; None: all steps.
-
-    Raises:
-        TraceError: It is no such text.
-    """
-    found = re.fullmatch(r"(\d*):(\d*)", text or ":")
-    steps = range(int(found[1] or 0), int(found[2] or sys.maxsize)) if found else range(0)
-    if not steps:
-        raise TraceError(
-            f"the steps to record are {text!r}. Next: write FIRST:LAST, counted from 0 and without LAST, such as 10:20."
-        )
-    return steps
 
 
 def file_name(rank: int) -> str:
@@ -123,7 +110,8 @@ class _Listening:
 
     reducer: weakref.ref[Reducer]
     wrapper: int
-    queue: Queue = field(default_factory=Queue)
+    queue: Queue
+    tell: Callable[[Any], None]
     line: weakref.ref[Line] | None = None
 
 
@@ -132,7 +120,7 @@ class Recorder:
 
     Args:
         directory: Where its file goes.
-        steps: Which synced backwards, of the wrapper that was made first.
+        steps: Which synced backwards, of the wrapper that has made most.
 
     Attributes:
         path: The file; None while no wrapper was seen.
@@ -148,6 +136,9 @@ class Recorder:
         self._listening: list[_Listening] = []
         self._spans = Queue()
         self._taps = Taps(self._spans.tell, self._before_backward, self._after_backward)
+        self._at_exit: multiprocessing.util.Finalize[None] | None = None
+        self._telling: list[list[weakref.ref[Callable[[], None]]]] = []
+        self._marks: DeviceMarks | None = None
         self._on = False
         self._unwritten = 0
         self._written_at = time.monotonic()
@@ -158,7 +149,7 @@ class Recorder:
         """Listen to all wrappers of this process, also to those made later."""
         self._taps.open()
         observers.on_wrap.append(self._wrapped)
-        atexit.register(self.close)
+        self._close_at_exit()
         # Wrappers are not registered anywhere; looking at every object takes a tenth of a second, once.
         for thing in gc.get_objects() if dist.is_initialized() else ():
             if DistributedDataParallel in type(thing).__mro__ and "reducer" in vars(thing):
@@ -171,22 +162,29 @@ class Recorder:
             journal, self._journal = self._journal, None
             if journal is not None and os.getpid() == self._pid:
                 self._take(journal)
-                self._wait_for_tellers(journal)
+                self._wait_for_tellers()
+                if self._marks is not None:
+                    self._marks.finish()
+                self._take(journal)
                 journal.close()
         except OSError as error:
             _warn(f"the end of {self.path} is missing: {error}")
 
-    def _wait_for_tellers(self, journal: Journal) -> None:
-        """Let the backend's threads finish what they are telling.
+    def _close_at_exit(self) -> None:
+        # Not by atexit: a process that was forked ends without its functions, but with those of multiprocessing.
+        self._at_exit = multiprocessing.util.Finalize(None, self.close, exitpriority=0)
 
-        A thread that asks for the interpreter while it shuts down is ended by force, and C++ then aborts the process.
+    def _wait_for_tellers(self) -> None:
+        """Let the backend's threads let go of the calls by which they tell the ends of buckets.
+
+        A thread that wants the interpreter while that shuts down is ended by force, and C++ then aborts the process. A
+        call is dropped without running Python, so a thread whose call is gone wants the interpreter no more.
         """
         until = time.monotonic() + TELLERS_S
-        while journal.in_flight and time.monotonic() < until:
+        while time.monotonic() < until:
+            if not any(call() is not None for telling in self._telling for call in telling):
+                return
             time.sleep(0.001)
-            self._take(journal)
-        if any(each.line is not None for each in self._listening):
-            time.sleep(TELLERS_REST_S)
 
     def _stop(self) -> None:
         global _active  # noqa: PLW0603
@@ -196,7 +194,8 @@ class Recorder:
         self._switch(on=False)
         if self._wrapped in observers.on_wrap:
             observers.on_wrap.remove(self._wrapped)
-        atexit.unregister(self.close)
+        if self._at_exit is not None and self._at_exit.still_active():
+            self._at_exit.cancel()
 
     def _fail(self, error: Exception) -> None:
         """Something went wrong in here: training must not notice."""
@@ -207,28 +206,60 @@ class Recorder:
         )
 
     def _switch(self, *, on: bool) -> None:
+        if self._marks is not None and on and not self._on:
+            self._marks.start()
+        self._taps.marks = self._marks if on else None
         self._on = on
         for each in self._listening:
             reducer = each.reducer()
             if reducer is not None:
-                reducer.recorder = each.queue.tell if on else None
+                reducer.recorder = each.tell if on else None
 
     # ---------------------------------------------------------------- called by wrappers and taps
 
     def _wrapped(self, wrapper: DistributedDataParallel) -> None:
-        if os.getpid() != self._pid:
+        if os.getpid() != self._pid and not self._adopt():
             return
         try:
             if any(each.reducer() is wrapper.reducer for each in self._listening):
                 return
             if self._journal is None:
                 self._begin(wrapper)
-            reducer = wrapper.reducer
-            self._listening.append(_Listening(weakref.ref(reducer), reducer.wrapper))
+            reducer, queue = wrapper.reducer, Queue()
+            tell = self._teller(wrapper, queue)
+            self._listening.append(_Listening(weakref.ref(reducer), reducer.wrapper, queue, tell))
             self._listening.sort(key=lambda each: each.wrapper)
             self._switch(on=self._wanted())
         except Exception as error:  # noqa: BLE001 - see the module's text
             self._fail(error)
+
+    def _adopt(self) -> bool:
+        """In a forked process: go on here if the one it came from has recorded nothing, as launchers in notebooks do."""
+        if self._journal is not None or self._listening:
+            return False
+        self._pid = os.getpid()
+        self._taps.adopt()
+        self._close_at_exit()
+        return True
+
+    def _teller(self, wrapper: DistributedDataParallel, queue: Queue) -> Callable[[Any], None]:
+        """What the wrapper's reducer tells its events to."""
+        if wrapper.device.type != "cuda":
+            return queue.tell
+        from rankstep.trace.device import DeviceMarks
+
+        if self._marks is None:
+            self._marks = DeviceMarks(wrapper.device, self._without_marks)
+        if self._marks.device != wrapper.device:
+            return queue.tell
+        reducer = wrapper.reducer
+        return self._marks.teller(reducer.wrapper, queue, host_waits=reducer.comm.host_waits)
+
+    def _without_marks(self, error: Exception) -> None:
+        _warn(
+            f"times of {self._marks.device if self._marks else 'the device'} cannot be taken, so those of its host are "
+            f"recorded: {type(error).__name__}: {error}"
+        )
 
     def _before_backward(self) -> None:
         if self._on and self._main_step() >= self._steps.stop:
@@ -261,7 +292,7 @@ class Recorder:
 
     def _main_step(self) -> int:
         living = (each.reducer() for each in self._listening)
-        return next((reducer.reductions for reducer in living if reducer is not None), 0)
+        return max((reducer.reductions for reducer in living if reducer is not None), default=0)
 
     def _wanted(self) -> bool:
         return self._main_step() in self._steps
@@ -279,6 +310,8 @@ class Recorder:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "device": str(wrapper.device),
+            "cores": usable_cores(),
+            "threads": torch.get_num_threads(),
             "versions": {
                 "rankstep": __version__,
                 "torch": torch.__version__,
@@ -306,15 +339,26 @@ class Recorder:
                 and (not each.line or each.line() is not line)
             ):
                 each.line = weakref.ref(line)
+                self._telling.append(line.telling)
                 journal.add(_plan_line(reducer, line))
             journal.take(each.wrapper, each.queue)
         journal.take_spans(self._spans)
+        if self._marks is not None:
+            self._marks.read()
+            journal.take_rows(self._marks.drain())
+            journal.lost = journal.lost or self._marks.lost
 
 
 def _plan_line(reducer: Reducer, line: Line) -> dict[str, Any]:
     plan = line.plan
+    module = getattr(reducer.owner(), "module", None)
+    # What torch.compile was given, not what it returned.
+    module = getattr(module, "_orig_mod", module)
     return {
         "wrapper": reducer.wrapper,
+        "module": "" if module is None else type(module).__name__,
+        # A user's function, or a bucket that no rank used, makes no rank wait for another.
+        "all_reduced": reducer.hook is None and not reducer.skips_unused,
         # Found after a backward that used it already.
         "plan_from": max(0, reducer.reductions - 1),
         "params": [spec.name for spec in plan.params],

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from rankstep.trace.summary import PHASE_WORDS, ms
+from rankstep.trace.advice import Advice
+from rankstep.trace.model import SpanKind
+from rankstep.trace.summary import PHASE_WORDS
+from rankstep.trace.words import ms, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -17,6 +20,9 @@ if TYPE_CHECKING:
 
 STEPS_SHOWN = 24
 RANKS_SHOWN = 32
+KINDS_SHOWN = 16
+_PHASES = {SpanKind.OTHER: "other code", SpanKind.OPTIMIZER: "optimizer"}
+"""Where they are shorter: in a table there is little room."""
 _PARTS = ("step", "compute", "exposed", "waiting", "data", "other", "hidden")
 
 
@@ -27,10 +33,14 @@ def tables(summary: Summary) -> Iterable[Table]:
         summary: What to show.
     """
     yield _ranks(summary)
+    if len(summary.kinds) > 1:
+        yield _kinds(summary)
     if len(summary.steps) > 1:
         yield _steps(summary)
     if summary.buckets:
         yield _buckets(summary)
+    if isinstance(summary.advice, Advice):
+        yield _advice(summary.advice)
 
 
 def _table(title: str, columns: Sequence[str], left: int) -> Table:
@@ -48,10 +58,18 @@ def _ranks(summary: Summary) -> Table:
     for rank in summary.ranks:
         if rank.rank in kept:
             late = (f"{rank.last:.0%}", ms(rank.late_ns)) if rank.last else ("0%", "")
-            phase = "" if rank.phase is None else PHASE_WORDS[rank.phase]
+            phase = "" if rank.phase is None else _PHASES.get(rank.phase, PHASE_WORDS[rank.phase])
             where = f"{rank.host} {rank.device}{'' if rank.complete else ', cut off'}"
             table.add_row(str(rank.rank), *_cells(rank.parts), *late, phase, Text(where))
     _tell_cut(table, len(summary.ranks), "ranks")
+    return table
+
+
+def _kinds(summary: Summary) -> Table:
+    table = _table("Kinds of steps: mean of them and the ranks", ("of", "steps", *_PARTS), -1)
+    for kind in summary.kinds[:KINDS_SHOWN]:
+        table.add_row(Text(kind.name), str(kind.steps), *_cells(kind.parts))
+    _tell_cut(table, len(summary.kinds), "kinds")
     return table
 
 
@@ -67,19 +85,50 @@ def _steps(summary: Summary) -> Table:
 
 
 def _buckets(summary: Summary) -> Table:
-    columns = ("bucket", "size", "fill", "delay", "peers", "flight", "exposed", "early", "holds")
+    of = ("of",) * any(bucket.wrapper for bucket in summary.buckets)
+    figures = ("size", "fill", "delay", "peers", "flight", "exposed", "early")
+    columns = ("bucket", *of, *figures, "holds")
     table = _table("Buckets: mean of steps and ranks", columns, len(columns) - 1)
     for bucket in summary.buckets:
         table.add_row(
             str(bucket.index),
+            *(Text(bucket.wrapper) for _ in of),
             size(bucket.nbytes),
             *("" if ns is None else ms(ns) for ns in (bucket.fill_ns, bucket.delay_ns)),
             *(ms(ns) for ns in (bucket.peers_ns, bucket.flight_ns, bucket.exposed_ns)),
             f"{bucket.in_backward:.0%}",
             Text(_holds(bucket)),
         )
+    for _ in of:
+        table.columns[1].justify = "left"
     table.columns[-1].no_wrap = False
     table.columns[-1].overflow = "fold"
+    return table
+
+
+def _advice(advice: Advice) -> Table:
+    """What steps would take with other buckets, and how to get them."""
+    table = _table(
+        "Buckets that were not tried: steps predicted",
+        ("caps", "buckets", "step", "of recorded", "write"),
+        4,
+    )
+    rows = [("as recorded", advice.recorded), ("best", advice.best)]
+    rows += [(f"{one.caps_mib[0]:g} MiB", one) for one in advice.others]
+    for name, one in rows:
+        share = f"{one.step_ns / advice.recorded.step_ns:.0%}"
+        argument = "" if one is advice.recorded else one.argument
+        table.add_row(name, str(one.buckets), ms(one.step_ns), share, Text(argument))
+    table.columns[-1].no_wrap = False
+    table.columns[-1].overflow = "fold"
+    link = advice.link
+    lost = f", {link.charge:.0%} of it lost for computing" if link.charge else ""
+    start = "" if advice.knows_start else " (taken as usual)"
+    table.caption = (
+        f"an all-reduce takes {ms(link.start_ns)}{start} + {ms(link.byte_ns * 2**20)} per MiB{lost}; the model makes the recorded step "
+        f"{ms(advice.model_ns)}"
+    )
+    table.caption_justify = "left"
     return table
 
 
@@ -97,7 +146,8 @@ def _cells(parts: Parts) -> list[str]:
 
 
 def _holds(bucket: BucketSummary) -> str:
-    names = bucket.params
+    # With several wrappers a column of its own says whose they are.
+    names = [name.removeprefix(f"{bucket.wrapper}: ") for name in bucket.params]
     if len(names) <= 2:
         return ", ".join(names)
     return f"{names[0]} .. {names[-1]} ({len(names)})"
@@ -107,8 +157,3 @@ def _tell_cut(table: Table, count: int, things: str) -> None:
     if count > table.row_count:
         table.caption = f"{table.row_count} of {count} {things}; --json has all"
         table.caption_justify = "left"
-
-
-def size(nbytes: int) -> str:
-    """Write a number of bytes."""
-    return f"{nbytes / 2**20:.2f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.1f} KiB"

@@ -7,14 +7,17 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from rankstep.trace import overlap
+from rankstep.trace import advice as predicted
+from rankstep.trace import kinds, overlap
 from rankstep.trace.files import TraceError
 from rankstep.trace.model import SpanKind
 from rankstep.trace.overlap import BucketFigures, Parts
+from rankstep.trace.words import ms
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from rankstep.trace.advice import Advice
     from rankstep.trace.model import RankTrace, StepTrace, Trace
 
 SMALL_SHARE = 0.02
@@ -43,6 +46,8 @@ class BucketSummary:
     exposed_ns: float
     in_backward: float
     """In how many of its launches it left before the end of backward, 0 to 1."""
+    wrapper: str = ""
+    """Whose it is, where there are several wrappers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +109,13 @@ class Summary:
         missing: Ranks without a file.
         parts: What a step was spent on.
         steps: Each step that all ranks have.
-        counted: Numbers of the steps that the means are of: all but the first of a run, which only learns.
+        counted: Numbers of the steps that the means are of: all but a wrapper's first, which only learns.
         ranks: Each rank.
         buckets: Each bucket.
+        kinds: Steps that reduced the same wrappers; more than one where wrappers take turns.
+        notices: What is wrong with the trace or missing in it.
+        by_device: Times are those of the ranks' devices.
+        advice: What other buckets would do, or why that cannot be told.
     """
 
     world_size: int
@@ -118,6 +127,10 @@ class Summary:
     counted: tuple[int, ...]
     ranks: tuple[RankSummary, ...]
     buckets: tuple[BucketSummary, ...]
+    kinds: tuple[kinds.KindSummary, ...] = ()
+    notices: tuple[str, ...] = ()
+    by_device: bool = False
+    advice: Advice | str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """The same as JSON takes it; times in nanoseconds."""
@@ -125,9 +138,10 @@ class Summary:
         for group in (told["ranks"], told["steps"]):
             for each in group:
                 each["phase"] = None if each["phase"] is None else each["phase"].value
-        for each in (told, *told["ranks"], *told["steps"]):
+        for each in (told, *told["ranks"], *told["steps"], *told["kinds"]):
             shown: Parts = Parts(**each["parts"])
             each["parts"] |= {"step_ns": shown.step_ns, "hidden_share": shown.hidden_share}
+        told["advice"] = predicted.as_dict(self.advice)
         told["paragraph"] = paragraph(self)
         return told
 
@@ -147,7 +161,7 @@ def summarize(trace: Trace, only: int | None = None) -> Summary:
         raise TraceError(_nothing(trace, common, only))
     by_rank = {rank.rank: {step.number: step for step in rank.steps} for rank in trace.ranks}
     shown = common if only is None else [only]
-    counted = shown if len(shown) == 1 else [number for number in shown if number > 0]
+    counted = [number for number in shown if not _learns(by_rank, number)] or shown
     plans = {r.rank: [bucket.params for bucket in r.buckets] for r in trace.ranks}
     told: dict[int, dict[int, Parts]] = {}
     figures: list[tuple[BucketFigures, bool]] = []
@@ -187,7 +201,15 @@ def summarize(trace: Trace, only: int | None = None) -> Summary:
             for rank in trace.ranks
         ),
         buckets=tuple(_buckets(trace.ranks[0], figures)),
+        kinds=kinds.summarize_kinds(trace, told, counted),
+        notices=trace.notices,
+        by_device=all(rank.by_device for rank in trace.ranks),
+        advice=predicted.advise(trace, counted),
     )
+
+
+def _learns(by_rank: dict[int, dict[int, StepTrace]], number: int) -> bool:
+    return any(own[number].learns for own in by_rank.values())
 
 
 def _previous(by_rank: dict[int, dict[int, StepTrace]], number: int) -> dict[int, StepTrace]:
@@ -236,6 +258,7 @@ def _buckets(
             flight_ns=statistics.fmean(f.flight_ns for f in one),
             exposed_ns=statistics.fmean(f.exposed_ns for f in one),
             in_backward=statistics.fmean(early for _, early in own),
+            wrapper=rank.wrappers[info.wrapper] if len(rank.wrappers) > 1 else "",
         )
 
 
@@ -274,7 +297,15 @@ def paragraph(summary: Summary) -> str:
         f"waiting for the slowest rank {_of(parts.waiting_ns, parts)}, "
         f"data {_of(parts.data_ns, parts)}, other {_of(parts.other_ns, parts)}."
     )
-    sentences = [spent, _communication(summary), _straggler(summary), *_gaps(summary)]
+    sentences = [
+        spent,
+        _communication(summary),
+        _straggler(summary),
+        kinds.sentence(summary.kinds),
+        predicted.sentence(summary.advice),
+        *_gaps(summary),
+        *summary.notices,
+    ]
     return " ".join(sentence for sentence in sentences if sentence)
 
 
@@ -286,7 +317,7 @@ def _communication(summary: Summary) -> str:
     if share is None:
         return "No communication was seen."
     device = {rank.device.partition(":")[0] for rank in summary.ranks}
-    limit = "" if device == {"cpu"} else " at most, as the host sees it,"
+    limit = "" if device == {"cpu"} or summary.by_device else " at most, as the host sees it,"
     return (
         f"{share:.0%} of communication{limit} was hidden behind compute "
         f"({ms(parts.hidden_ns)} of {ms(parts.hidden_ns + parts.exposed_ns)})."
@@ -325,15 +356,6 @@ def _gaps(summary: Summary) -> Iterable[str]:
         yield (
             f"The clocks of {_ranks(unsure)} could not be compared with rank 0's, so who waited for whom is a guess."
         )
-
-
-def ms(ns: float) -> str:
-    """Write a time so that its size can be seen."""
-    if ns < 999.5:
-        return f"{ns:.0f} ns"
-    if ns < 99_950:
-        return f"{ns / 1e3:.1f} us"
-    return f"{ns / 1e6:.2f} ms" if ns < 9_995_000 else f"{ns / 1e6:,.1f} ms"
 
 
 def _of(ns: float, parts: Parts) -> str:

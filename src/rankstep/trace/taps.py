@@ -24,6 +24,8 @@ from rankstep.parallel.hooks import inside_backward
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from rankstep.trace.device import DeviceMarks, Mark
+
 DATA = "data"
 BACKWARD = "backward"
 OPTIMIZER = "optimizer"
@@ -38,6 +40,9 @@ class Taps:
         tell: Called with ``(kind, begin, end)``, nanoseconds of ``time.perf_counter_ns``.
         before_backward: Called before each outermost backward; must not raise.
         after_backward: Called after each, also one that raised; must not raise.
+
+    Attributes:
+        marks: Also notes when a device gets to the begin and end of backward calls and optimizer steps.
     """
 
     def __init__(
@@ -49,8 +54,9 @@ class Taps:
         self._tell = tell
         self._before, self._after = before_backward, after_backward
         self._thread = threading.get_ident()
-        self._stepping: dict[int, int] = {}
+        self._stepping: dict[int, tuple[int, Mark | None]] = {}
         self._loading = False
+        self.marks: DeviceMarks | None = None
         self._undo: list[Callable[[], None]] = []
 
     def open(self) -> None:
@@ -60,6 +66,10 @@ class Taps:
         self._replace(torch.autograd, "backward", self._timed_backward)
         self._undo.append(register_optimizer_step_pre_hook(self._step_begins).remove)
         self._undo.append(register_optimizer_step_post_hook(self._step_ended).remove)
+
+    def adopt(self) -> None:
+        """From now on the thread that calls this is the one that is listened to."""
+        self._thread = threading.get_ident()
 
     def close(self) -> None:
         """Stop listening and put the originals back."""
@@ -104,20 +114,27 @@ class Taps:
             ):
                 return original(*args, **kwargs)
             self._before()
+            marks = self.marks
+            mark = None if marks is None else marks.begins()
             begin_ns = time.perf_counter_ns()
             try:
                 return original(*args, **kwargs)
             finally:
                 self._tell((BACKWARD, begin_ns, time.perf_counter_ns()))
+                if marks is not None:
+                    marks.ends(BACKWARD, mark)
                 self._after()
 
         return backward
 
     def _step_begins(self, optimizer: Any, *_: Any) -> None:
         # An optimizer may step others inside itself; one whose step raises tells no end.
-        self._stepping[id(optimizer)] = time.perf_counter_ns()
+        mark = None if self.marks is None else self.marks.begins()
+        self._stepping[id(optimizer)] = (time.perf_counter_ns(), mark)
 
     def _step_ended(self, optimizer: Any, *_: Any) -> None:
-        begin_ns = self._stepping.pop(id(optimizer), None)
-        if begin_ns is not None:
-            self._tell((OPTIMIZER, begin_ns, time.perf_counter_ns()))
+        begun = self._stepping.pop(id(optimizer), None)
+        if begun is not None:
+            self._tell((OPTIMIZER, begun[0], time.perf_counter_ns()))
+            if self.marks is not None:
+                self.marks.ends(OPTIMIZER, begun[1])

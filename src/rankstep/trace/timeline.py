@@ -13,10 +13,10 @@ from rich.text import Text
 
 from rankstep.trace import overlap
 from rankstep.trace.model import SpanKind
-from rankstep.trace.summary import ms
+from rankstep.trace.words import ms
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from rankstep.trace.model import Span, StepTrace, Trace
 
@@ -127,11 +127,12 @@ def _host_row(spans: Sequence[Span], scale: Scale) -> _Row:
     return row
 
 
-def _bucket_rows(step: StepTrace, started: Sequence[int], scale: Scale) -> Iterable[_Row]:
+def _bucket_rows(step: StepTrace, started: Mapping[int, int], scale: Scale) -> Iterable[_Row]:
     """As few lanes as let no two buckets touch."""
     free: list[int] = []
     rows: list[_Row] = []
-    for bucket, start in zip(step.buckets, started, strict=False):
+    for bucket in step.buckets:
+        start = started[bucket.index]
         end = overlap.end_of_flight(bucket.finished_ns, bucket.wait_end_ns, start)
         first, flying, last = map(scale.column, (bucket.launched_ns, start, end))
         lane = next((i for i, until in enumerate(free) if until < first), len(free))
@@ -156,7 +157,9 @@ def _line(label: str, row: _Row) -> Text:
 
 
 def heading(trace: Trace, number: int) -> str:
-    """Say which step is drawn, and how long it took."""
-    steps = [s for r in trace.ranks for s in r.steps if s.number == number]
-    longest = max(step.end_ns - step.begin_ns for step in steps)
-    return f"Step {number}, {ms(longest)} on the slowest rank"
+    """Say which step is drawn, of which wrappers where there are several, and how long it took."""
+    steps = [(r, s) for r in trace.ranks for s in r.steps if s.number == number]
+    longest = max(step.end_ns - step.begin_ns for _, step in steps)
+    rank, step = steps[0]
+    of = f" of {' + '.join(rank.wrappers[i] for i in step.wrappers)}" * (len(rank.wrappers) > 1)
+    return f"Step {number}{of}, {ms(longest)} on the slowest rank"

@@ -1,7 +1,7 @@
 // What the page says about a trace, from its spans and buckets. The words are defined in WORDS, shown at the page's end.
 
 const WORDS = [
-  ["step", "One backward whose gradients are averaged, with everything around it: from the end of the step before to its own end. Means are of the steps that all ranks recorded, without a run's first one, which only learns."],
+  ["step", "One backward whose gradients are averaged, of whichever wrappers, with everything around it: from the end of the step before to its own end. Means are of the steps that all ranks recorded, without the first one of a wrapper, which only learns."],
   ["data", "Waiting for the next batch."],
   ["compute", "Forward, backward and optimizer, without what follows."],
   ["start", "A bucket starts when the last rank has launched it. Before that no rank can get anything back."],
@@ -62,8 +62,21 @@ function account(step) {
   return spent;
 }
 
-function accounts(trace) {
-  const all = trace.ranks.flatMap((rank) => trace.counted.map((number) => rank.byNumber.get(number)).filter(Boolean).map(account));
+const DEVICE_WORD = ["times", "Of the ranks' devices: when they got to the work that their hosts had queued, on the clock of the host. A gradient is placed between the marks around it. Data is waited for where the device had nothing to do meanwhile."];
+
+// Steps that reduced the same wrappers, in the order in which they first come.
+function kinds(trace) {
+  const of = new Map();
+  for (const number of trace.counted) {
+    const kind = kindOf(trace, number);
+    if (!of.has(kind)) of.set(kind, []);
+    of.get(kind).push(number);
+  }
+  return [...of].map(([kind, numbers]) => ({ kind, numbers, sum: accounts(trace, numbers) }));
+}
+
+function accounts(trace, numbers = trace.counted) {
+  const all = trace.ranks.flatMap((rank) => numbers.map((number) => rank.byNumber.get(number)).filter(Boolean).map(account));
   const sum = { count: all.length };
   for (const key of [...PARTS, "hidden", "length"]) sum[key] = mean(all.map((one) => one[key]));
   sum.compute = COMPUTE.reduce((so_far, kind) => so_far + sum[kind], 0);
@@ -77,12 +90,13 @@ function bucketRows(rank, step) {
     if (index !== undefined && !firstReady.has(index)) firstReady.set(index, step.ready[i]);
   });
   return step.buckets.map((bucket) => {
-    const info = rank.plan.buckets.get(bucket.index) || { nbytes: null, params: [] };
+    const info = rank.plan.buckets.get(bucket.index) || { nbytes: null, params: [], wrapper: 0 };
     const first = firstReady.get(bucket.index);
     return {
       bucket,
       nbytes: info.nbytes,
       params: info.params,
+      wrapper: info.wrapper,
       fill: bucket.filled === null || first === undefined ? null : bucket.filled - first,
       delay: bucket.filled === null ? null : bucket.launched - bucket.filled,
       peers: bucket.start - bucket.launched,

@@ -64,7 +64,8 @@ function readBuckets(text, begin) {
 }
 
 class Step {
-  constructor(packed, orders) {
+  constructor(packed, orders, kinds) {
+    [this.wrappers, this.learns] = kinds[packed[7]];
     this.number = packed[0];
     this.begin = packed[1];
     this.end = packed[1] + packed[2];
@@ -105,40 +106,40 @@ class Order {
 
 function readPlan(rows) {
   const buckets = new Map(), bucketOf = new Map();
-  for (const [index, nbytes, params] of rows) {
-    const bucket = { index, nbytes, params: sums(readNumbers(params)) };
+  for (const [index, nbytes, params, wrapper] of rows) {
+    const bucket = { index, nbytes, params: sums(readNumbers(params)), wrapper };
     buckets.set(index, bucket);
     for (const param of bucket.params) bucketOf.set(param, index);
   }
   return { buckets, bucketOf };
 }
 
-// A bucket starts when the last rank has launched it. Buckets are matched by launch order, the same everywhere.
+// A bucket starts when the last rank has launched it. Buckets are matched by index: plans are the same everywhere.
 function findStarts(ranks) {
   const starts = new Map();
   for (const { steps } of ranks) {
     for (const step of steps) {
-      if (!starts.has(step.number)) starts.set(step.number, []);
+      if (!starts.has(step.number)) starts.set(step.number, new Map());
       const own = starts.get(step.number);
-      step.buckets.forEach((bucket, i) => { own[i] = Math.max(bucket.launched, own[i] ?? -Infinity); });
+      for (const { index, launched } of step.buckets) own.set(index, Math.max(launched, own.get(index) ?? -Infinity));
     }
   }
   for (const { steps } of ranks) {
     for (const step of steps) {
-      step.buckets.forEach((bucket, i) => {
-        bucket.start = starts.get(step.number)[i];
+      for (const bucket of step.buckets) {
+        bucket.start = starts.get(step.number).get(bucket.index);
         bucket.finished = Math.max(bucket.start, bucket.finished);
-      });
+      }
     }
   }
 }
 
 function readTrace(raw) {
-  if (raw.format !== 1) throw new Error(`the trace has format ${raw.format}, and this page reads 1`);
+  if (raw.format !== 2) throw new Error(`the trace has format ${raw.format}, and this page reads 2`);
   const orders = raw.orders.map((text) => new Order(text));
   const plans = raw.plans.map(readPlan);
   const ranks = raw.ranks.map((packed) => {
-    const steps = packed.steps.map((step) => new Step(step, orders));
+    const steps = packed.steps.map((step) => new Step(step, orders, raw.kinds));
     return {
       rank: packed.rank,
       host: packed.host,
@@ -162,10 +163,16 @@ function readTrace(raw) {
   }
   const numbers = [...windows.keys()].sort((a, b) => a - b);
   const all = [...windows.values()];
-  // Means are of steps that all ranks have, and not of a run's first, which only learns.
+  // Means are of steps that all ranks have, and not of a wrapper's first, which only learns.
   const common = numbers.filter((number) => ranks.every((rank) => rank.byNumber.has(number)));
-  const counted = common.length > 1 ? common.filter((number) => number > 0) : common;
+  const learned = common.filter((number) => !ranks.some((rank) => rank.byNumber.get(number).learns));
+  const counted = learned.length ? learned : common;
+  const wrappersOf = new Map(ranks.flatMap(({ steps }) => steps.map((step) => [step.number, step.wrappers])));
   return {
+    wrappers: raw.wrappers,
+    wrappersOf,
+    byDevice: raw.by_device,
+    notices: raw.notices,
     worldSize: raw.world_size,
     overlap: raw.overlap,
     ranks,
@@ -177,4 +184,12 @@ function readTrace(raw) {
   };
 }
 
+// Whose gradients a step reduced; nothing where there is one wrapper.
+const kindOf = (trace, number) => (trace.wrappers.length > 1 ? (trace.wrappersOf.get(number) || []).map((at) => trace.wrappers[at]).join(" + ") : "");
+
+// Without the name of its wrapper, where that stands beside it.
+const ownName = (rank, param, wrapper) => {
+  const { wrappers } = state.trace, name = nameOf(rank, param), before = `${wrappers[wrapper]}: `;
+  return wrappers.length > 1 && name.startsWith(before) ? name.slice(before.length) : name;
+};
 const nameOf = (rank, param) => (param in rank.names ? rank.names[param] : `parameter ${param}`);

@@ -2,7 +2,8 @@
 
 function describe(item) {
   const { rank, step } = item;
-  const where = `rank ${rank.rank}, step ${step.number}`;
+  const kind = kindOf(state.trace, step.number);
+  const where = `rank ${rank.rank}, step ${step.number}${kind ? ` of ${kind}` : ""}`;
   const since = (time) => duration(time - step.begin);
   if (item.type === "span") {
     const { kind, begin, end } = item.span;
@@ -25,6 +26,7 @@ function describe(item) {
     return { title: "gradient ready", lines, names: [nameOf(rank, param)] };
   }
   const row = bucketRows(rank, step).find((one) => one.bucket === item.bucket);
+  const of = state.trace.wrappers.length > 1 ? ` of ${state.trace.wrappers[row.wrapper]}` : "";
   const lines = [where, `${row.nbytes === null ? "size unknown" : bytes(row.nbytes)}, ${plural(row.params.length, "parameter")}`];
   if (row.fill !== null) lines.push(`filled in ${duration(row.fill)}`);
   if (row.delay !== null) lines.push(`launched ${duration(row.delay)} after it was full`);
@@ -33,9 +35,9 @@ function describe(item) {
   lines.push(`exposed: ${duration(row.exposed)}`);
   if (!item.bucket.told) lines.push("end not told by the backend: the end of the wait is shown");
   return {
-    title: `bucket ${item.bucket.index}: ${item.bucket.told ? "" : "≤ "}${duration(row.flight)} in flight`,
+    title: `bucket ${item.bucket.index}${of}: ${item.bucket.told ? "" : "≤ "}${duration(row.flight)} in flight`,
     lines,
-    names: row.params.map((param) => nameOf(rank, param)),
+    names: row.params.map((param) => ownName(rank, param, row.wrapper)),
   };
 }
 

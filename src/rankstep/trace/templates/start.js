@@ -80,12 +80,13 @@ const nameTheme = () => { byId("theme").textContent = isDark() ? "Light" : "Dark
 
 function controls() {
   const { trace } = state;
-  byId("step").append(...trace.numbers.map((one, i) => el("option", { value: i, text: one })));
+  const named = (one) => (kindOf(trace, one) ? `${one}: ${kindOf(trace, one)}` : String(one));
+  byId("step").append(...trace.numbers.map((one, i) => el("option", { value: i, text: named(one) })));
   byId("rank").append(...trace.ranks.map((rank, i) => el("option", { value: i, text: rank.rank })));
   byId("slider").max = Math.max(0, trace.numbers.length - 1);
   byId("ranks").value = state.filter;
   byId("keys-table").append(el("tbody", {}, ...KEYS.map(([, keys, what]) => el("tr", {}, el("th", { scope: "row" }, el("kbd", { text: keys })), el("td", { text: what })))));
-  byId("words").append(...WORDS.flatMap(([word, meaning]) => [el("dt", { text: word }), el("dd", { text: meaning })]));
+  byId("words").append(...[...WORDS, ...(trace.byDevice ? [DEVICE_WORD] : [])].flatMap(([word, meaning]) => [el("dt", { text: word }), el("dd", { text: meaning })]));
   const on = (id, event, act) => byId(id).addEventListener(event, act);
   const moved = (act) => () => { act(); draw(); };
   on("step", "change", (event) => chooseStep(trace.numbers[Number(event.target.value)]));
@@ -153,6 +154,7 @@ function start() {
   paragraph(sum, late);
   figures(trace, sum, late);
   paintSummary = summaryBars(trace, sum);
+  kindTable(trace);
   stragglerTable(trace, late);
   lookAtStep();
   listen();

@@ -30,10 +30,13 @@ function facts(trace) {
   const one = byId("facts");
   one.replaceChildren(...parts.map((text) => el("span", { class: "fact", text })));
   if (hosts.length === 1) one.append(el("span", { class: "fact" }, "on ", nameEl(hosts[0])));
+  if (trace.byDevice) one.append(el("span", { class: "fact", text: "device times" }));
+  if (trace.wrappers.length > 1) one.append(el("span", { class: "fact" }, `${trace.wrappers.length} wrappers: `, nameEl(trace.wrappers.join(", "))));
   for (const device of devices) one.append(el("span", { class: "fact" }, nameEl(device)));
 }
 
 function warnings(trace) {
+  trace.notices.forEach(notice);
   const here = new Set(trace.ranks.map((rank) => rank.rank)), missing = [];
   for (let rank = 0; rank < trace.worldSize; rank++) if (!here.has(rank)) missing.push(rank);
   if (missing.length) notice(`Nothing was found of rank${missing.length > 1 ? "s" : ""} ${runs(missing)}; the rest is shown.`);
@@ -48,7 +51,7 @@ function figures(trace, sum, late) {
   if (list.children.length || !sum.count) return;
   const first = late.rows[0], share = (key) => `${percent(sum[key], sum.length)} of a step`;
   const add = (label, value, note) => list.append(el("div", {}, el("dt", { text: label }), el("dd", { text: value }), el("dd", { class: "note", text: note })));
-  add("Step", duration(sum.length), `mean of ${plural(sum.count, "step")} on all ranks`);
+  add("Step", duration(sum.length), `mean of ${plural(trace.counted.length, "step")} on ${plural(trace.ranks.length, "rank")}`);
   add("Communication hidden", percent(sum.hidden, sum.hidden + sum.exposed), `${duration(sum.hidden)} of ${duration(sum.hidden + sum.exposed)} a step`);
   add("Exposed communication", duration(sum.exposed), share("exposed"));
   if (trace.worldSize > 1) add("Waiting for the slowest", duration(sum.waiting), share("waiting"));
@@ -110,8 +113,8 @@ function summaryBars(trace, sum) {
 }
 
 // The first and the last name beside the numbers, and all of them in a row of their own: folded on a screen, never on paper.
-function namesCells(rank, params, columns) {
-  const names = params.map((param) => nameOf(rank, param));
+function namesCells(rank, { params, wrapper }, columns) {
+  const names = params.map((param) => ownName(rank, param, wrapper));
   const row = el("tr", { class: "names-row", hidden: true }, el("td", { colspan: columns },
     el("ul", {}, ...names.map((name) => el("li", {}, nameEl(name))))));
   if (names.length <= 2) {
@@ -137,15 +140,17 @@ function bucketTable() {
   }
   const rows = bucketRows(rank, step), sum = account(step);
   const columns = ["fill", "delay", "peers", "flight", "exposed"].map((key) => column(rows.map((row) => row[key])));
+  const { wrappers } = state.trace, several = wrappers.length > 1;
   told.textContent = `${duration(sum.length)} in all. Communication: ${duration(sum.hidden)} hidden, ${duration(sum.exposed)} exposed; ${duration(sum.waiting)} waiting for the slowest rank.` +
     (rows.length ? "" : " No bucket left in this step.");
   if (!rows.length) return;
-  table.append(head(["Bucket", "", "number"], ["Size", "", "number"], ["Fill time", columns[0].unit, "number"], ["Launch delay", columns[1].unit, "number"], ["Peers", columns[2].unit, "number"], ["In flight", columns[3].unit, "number"], ["Exposed", columns[4].unit, "meter"], ["Left", ""], ["Parameters", "", "names-cell"]));
+  table.append(head(["Bucket", "", "number"], ...(several ? [["Of", ""]] : []), ["Size", "", "number"], ["Fill time", columns[0].unit, "number"], ["Launch delay", columns[1].unit, "number"], ["Peers", columns[2].unit, "number"], ["In flight", columns[3].unit, "number"], ["Exposed", columns[4].unit, "meter"], ["Left", ""], ["Parameters", "", "names-cell"]));
   const body = el("tbody");
   for (const row of rows) {
-    const [short, full] = namesCells(rank, row.params, 9);
+    const [short, full] = namesCells(rank, row, several ? 10 : 9);
     body.append(el("tr", {},
       el("th", { scope: "row", class: "number", text: row.bucket.index }),
+      ...(several ? [el("td", { class: "of" }, nameEl(wrappers[row.wrapper]))] : []),
       number(row.nbytes === null ? "–" : bytes(row.nbytes)),
       number(columns[0].text(row.fill)),
       number(columns[1].text(row.delay)),
@@ -183,6 +188,25 @@ function stragglerTable(trace, late) {
       el("td", { class: "place" }, nameEl(row.rank.host))));
   }
   table.append(body);
+}
+
+// Steps of several kinds side by side: wrappers that take turns.
+function kindTable(trace) {
+  const all = kinds(trace), box = byId("kinds-box");
+  box.hidden = all.length < 2;
+  if (box.hidden) return;
+  const keys = ["length", "compute", "exposed", "waiting", "data"];
+  const columns = keys.map((key) => column(all.map(({ sum }) => sum[key])));
+  const titles = ["Step", "Compute", "Exposed", "Waiting", "Data"];
+  const body = el("tbody");
+  for (const { kind, numbers, sum } of all) {
+    body.append(el("tr", {},
+      el("th", { scope: "row", class: "of" }, nameEl(kind)),
+      number(numbers.length),
+      ...keys.map((key, i) => number(columns[i].text(sum[key]))),
+      meter(sum.hidden + sum.exposed > 0 ? sum.hidden / (sum.hidden + sum.exposed) : 0, "hidden", percent(sum.hidden, sum.hidden + sum.exposed))));
+  }
+  byId("kinds").replaceChildren(head(["Gradients of", ""], ["Steps", "", "number"], ...titles.map((title, i) => [title, columns[i].unit, "number"]), ["Hidden", "", "meter"]), body);
 }
 
 // One column a step, as long as its longest rank; a click chooses it.

@@ -87,6 +87,8 @@ function draw() {
   canvas.dataset.left = state.left;
   canvas.dataset.right = state.right;
   canvas.dataset.gutter = view.gutter;
+  canvas.dataset.block = view.block;
+  canvas.dataset.tops = view.lanes.map(({ key, top }) => `${key}:${top}`).join(" ");
 }
 
 function drawRanks(g) {
@@ -295,8 +297,10 @@ function drawStepNames(g) {
     const x = Math.max(view.gutter, xOf(begin)), width = Math.min(view.width, xOf(until)) - x;
     g.fillStyle = number === state.step ? theme.accent : i % 2 ? theme.band : theme.raised;
     g.fillRect(x, 2, Math.max(1, width - 1), 16);
-    const text = width > 60 ? `step ${number}` : String(number);
-    if (g.measureText(text).width + 6 > width) return;
+    const kind = kindOf(state.trace, number);
+    const texts = [kind ? `step ${number}: ${kind}` : `step ${number}`, `step ${number}`, String(number)];
+    const text = texts.find((one, at) => g.measureText(one).width + (at < 2 ? 14 : 6) <= width);
+    if (!text) return;
     g.textAlign = "left";
     g.fillStyle = number === state.step ? theme.paper : theme.ink;
     g.fillText(text, x + 5, 10.5);
