@@ -7,15 +7,18 @@ what they all ask of an argument.
 
 An index's way: the epoch's order (torch's permutation, the streaming one, or none) says which sample stands at each
 position; the shard says which positions are this rank's; the sampler's iterator hands the samples out and counts them,
-and that count, times the ranks, is the place that a checkpoint keeps.
+and that count, times the ranks, is the place that a checkpoint keeps. `global_batch` deals whole steps instead, so that a
+step does not depend on the number of ranks.
 """
 
+from rankstep.data.global_batch import GlobalBatchSampler
 from rankstep.data.sampler import DistributedSampler, RepeatedOrderWarning
 from rankstep.data.seed import seed_everything, worker_init_fn
 from rankstep.data.shard import Shard, StreamingOrder
 
 __all__ = [
     "DistributedSampler",
+    "GlobalBatchSampler",
     "RepeatedOrderWarning",
     "Shard",
     "StreamingOrder",

@@ -34,10 +34,58 @@ def stubborn(folder):
     hang(folder)
 
 
+class Noted:
+    """A dataset whose loading workers say who they are."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, index):
+        from torch.utils.data import get_worker_info
+
+        note_pid(self.folder, os.getpid(), f"worker{RANK}-{get_worker_info().id}")
+        return index
+
+
+def loads(folder):
+    from torch.utils.data import DataLoader
+
+    batches = iter(DataLoader(Noted(folder), num_workers=2))
+    next(batches)
+    hang(folder)
+
+
 def write(_):
     for line in range(5000):
         print(f"line {line} of rank {RANK}")
     sys.stderr.write(f"bar 1\rbar 2\rbar 3\nno end of rank {RANK}")
+
+
+def say(_):
+    print("all say this")
+    print(f"only {RANK} says this")
+
+
+def wait_for(folder, name):
+    end = time.monotonic() + 60
+    while not Path(folder, name).exists() and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def progress(folder):
+    """Rank 1 writes a line while rank 0's progress bar stands on the screen."""
+    if RANK == 1:
+        wait_for(folder, "drawn.pid")
+        print("a line")
+        return
+    sys.stdout.write("\rstep 1 of 2")
+    sys.stdout.flush()
+    note_pid(folder, 0, "drawn")
+    wait_for(folder, "seen.pid")
+    sys.stdout.write("\rstep 2 of 2\n")
 
 
 def terminal(_):
@@ -57,7 +105,10 @@ def lose(batch):
 ALL_RANKS = {
     "hang": hang,
     "stubborn": stubborn,
+    "loads": loads,
     "write": write,
+    "say": say,
+    "progress": progress,
     "terminal": terminal,
     "restart": restart,
 }
