@@ -14,6 +14,7 @@ from rankstep.errors import RankstepError
 _COMMANDS: Final = {
     "run": "start a training script on several processes, as torchrun does",
     "trace": "tell what a recorded run spent its time on, and who was late",
+    "doctor": "tell where the ranks of a running job are, or why a dead one ended",
     "explain": "show how data parallelism works, with the numbers of a real run",
 }
 
