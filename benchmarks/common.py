@@ -8,11 +8,15 @@ Times on a shared machine drift by more than the differences that matter here. T
   a turn does not count (caches belong to the variant before), and the garbage collector runs between rounds only.
 * The machine must be quiet. A benchmark refuses to start while others use it, and drops the rounds in which others
   used more than a quarter of one core.
+
+A benchmark starts its ranks itself, or is one of the ranks that a launcher starts (`network.sh`, torchrun): then every
+rank runs the whole script, and rank 0 alone tells and writes.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import datetime as dt
 import functools
 import gc
@@ -101,6 +105,16 @@ def count(text: str) -> int:
     return value
 
 
+def add_ranks(to: argparse.ArgumentParser) -> None:
+    """Let the user choose how many ranks; a launcher has chosen already."""
+    to.add_argument(
+        "--ranks",
+        type=count,
+        default=int(os.environ["WORLD_SIZE"]) if launched() else 2,
+        help="default: 2, or as many as a launcher started",
+    )
+
+
 # ---------------------------------------------------------------- the machine
 
 
@@ -112,6 +126,8 @@ def machine() -> dict[str, str]:
             cpu = line.partition(":")[2].strip()
             break
     script, *arguments = sys.argv
+    launcher = os.environ.get("RANKSTEP_BENCH_LAUNCHER", "python")
+    link = os.environ.get("RANKSTEP_BENCH_LINK")
     return {
         "cpu": cpu,
         "cores": str(len(os.sched_getaffinity(0))),
@@ -119,8 +135,18 @@ def machine() -> dict[str, str]:
         "torch": torch.__version__,
         "rankstep": importlib.metadata.version("rankstep"),
         "date": dt.datetime.now(tz=dt.UTC).date().isoformat(),
-        "command": f"python benchmarks/{Path(script).name} {shlex.join(arguments)}".strip(),
-    }
+        "command": f"{launcher} benchmarks/{Path(script).name} {shlex.join(arguments)}".strip(),
+    } | ({"link": link} if link else {})
+
+
+def hosts() -> int:
+    """Say on how many hosts a launcher started the ranks; 1 without a launcher."""
+    return int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"]) if launched() else 1
+
+
+def machine_id() -> str:
+    """Tell machines apart, containers and network namespaces on one not."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 @dataclass(frozen=True)
@@ -153,6 +179,24 @@ def foreign_cores(begins: Sequence[Mark], ends: Sequence[Mark]) -> float:
 
 def require_quiet(world_size: int, *, allow_busy: bool) -> None:
     """End the program if others use too much of the machine right now to measure anything."""
+    if launched():
+        _join()
+        # The others sleep while rank 0 looks: starting up is work, too.
+        dist.barrier()
+        refusal = ""
+        if dist.get_rank() == 0:
+            try:
+                _look_around(world_size, allow_busy=allow_busy)
+            except SystemExit as refused:
+                refusal = str(refused)
+        refusal = _tell_all(refusal)[0]
+        if refusal:
+            raise SystemExit(refusal if dist.get_rank() == 0 else 1)
+        return
+    _look_around(world_size, allow_busy=allow_busy)
+
+
+def _look_around(world_size: int, *, allow_busy: bool) -> None:
     cores = len(os.sched_getaffinity(0))
     if world_size > cores:
         warn(
@@ -175,19 +219,61 @@ def warn(text: str) -> None:
 # ---------------------------------------------------------------- ranks
 
 
-def on_ranks(world_size: int, job: Callable[..., Any], *args: Any) -> list[Any]:
-    """Run ``job(*args)`` in so many new processes, the ranks of a gloo group.
+def launched() -> bool:
+    """Say whether a launcher started this process as one rank of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _join() -> None:
+    """Open the launcher's group, once, and leave telling to rank 0."""
+    if dist.is_initialized():
+        return
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    atexit.register(dist.destroy_process_group)
+    if dist.get_rank():
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115 - until the process ends
+
+
+def _tell_all(mine: Any) -> list[Any]:
+    """Exchange what JSON can hold through the group's store; returns that of all ranks."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    store = dist.distributed_c10d._get_default_store()
+    number = store.add(f"told/{rank}", 1)
+    store.set(f"told/{rank}/{number}", json.dumps(mine))
+    told = [json.loads(store.get(f"told/{other}/{number}")) for other in range(world_size)]
+    dist.barrier()
+    return told
+
+
+def on_ranks(
+    world_size: int, job: Callable[..., Any], *args: Any, backend: str = "gloo"
+) -> list[Any]:
+    """Run ``job(*args)`` in so many new processes, the ranks of one group, or on the launcher's ranks.
 
     Args:
         world_size: How many.
         job: A function at the top level of a module; returns what JSON can hold.
         args: Its arguments.
+        backend: Of the group; a launcher's is always gloo.
 
     Returns:
         What it returned, in rank order.
     """
+    if launched():
+        _join()
+        if world_size != dist.get_world_size():
+            raise SystemExit(
+                f"--ranks {world_size}, but the launcher started {dist.get_world_size()}: leave --ranks out"
+            )
+        torch.manual_seed(dist.get_rank())
+        result = job(*args)
+        gc.collect()
+        return _tell_all(result)
     with tempfile.TemporaryDirectory(prefix="rankstep-bench-") as folder:
-        multiprocessing.spawn(_rank_main, (world_size, folder, job, args), nprocs=world_size)
+        multiprocessing.spawn(
+            _rank_main, (world_size, folder, job, args, backend), nprocs=world_size
+        )
         return [
             json.loads(Path(folder, f"{rank}.json").read_text(encoding="utf-8"))
             for rank in range(world_size)
@@ -195,14 +281,19 @@ def on_ranks(world_size: int, job: Callable[..., Any], *args: Any) -> list[Any]:
 
 
 def _rank_main(
-    rank: int, world_size: int, folder: str, job: Callable[..., Any], args: Sequence[Any]
+    rank: int,
+    world_size: int,
+    folder: str,
+    job: Callable[..., Any],
+    args: Sequence[Any],
+    backend: str,
 ) -> None:
     # One compute thread per rank, so that ranks do not take each other's cores.
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
+        backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size
     )
     try:
         result = job(*args)
@@ -239,8 +330,8 @@ def take_turns(
         warm_up: Repetitions of each before the first round; wrappers rebuild their buckets in their first steps.
 
     Returns:
-        For each round its marks and, for each variant, the seconds of clock and of this rank's CPU time of each
-        repetition.
+        For each round its marks, on which machine that was and, for each variant, the seconds of clock and of this
+        rank's CPU time of each repetition.
     """
     for trial in trials.values():
         for _ in range(warm_up):
@@ -256,7 +347,9 @@ def take_turns(
         drawn = {name: _turn(trials[name], repeats) for name in _order(list(trials), number)}
         dist.barrier()
         times = {name: drawn[name] for name in trials}
-        told.append({"begin": asdict(begin), "end": asdict(Mark.now()), "times": times})
+        told.append(
+            {"begin": asdict(begin), "end": asdict(Mark.now()), "times": times, "on": machine_id()}
+        )
         gc.collect()
     gc.enable()
     gc.unfreeze()
@@ -312,10 +405,7 @@ class Rounds:
             of_turn: From the repetitions of one turn to one number.
         """
         rounds = list(zip(*told, strict=True))
-        foreign = [
-            foreign_cores([Mark(**r["begin"]) for r in each], [Mark(**r["end"]) for r in each])
-            for each in rounds
-        ]
+        foreign = [max(_foreign_by_machine(each)) for each in rounds]
         quiet = [each for each, cores in zip(rounds, foreign, strict=True) if cores <= QUIET_CORES]
         disturbed = len(rounds) - len(quiet)
         kept = quiet if 2 * len(quiet) >= len(rounds) else rounds
@@ -345,6 +435,17 @@ class Rounds:
             "quiet": self.quiet,
             "foreign_cores": [round(cores, 3) for cores in self.foreign],
         }
+
+
+def _foreign_by_machine(told: Sequence[dict[str, Any]]) -> list[float]:
+    """Say for each machine how many cores were busy with other programs in a round, as its ranks told it."""
+    machines: dict[str, list[dict[str, Any]]] = {}
+    for each in told:
+        machines.setdefault(each.get("on", ""), []).append(each)
+    return [
+        foreign_cores([Mark(**r["begin"]) for r in of_one], [Mark(**r["end"]) for r in of_one])
+        for of_one in machines.values()
+    ]
 
 
 # ---------------------------------------------------------------- figures
@@ -414,6 +515,8 @@ def tell_machine(facts: Mapping[str, str]) -> None:
     print(f"{facts['cpu']}, {facts['cores']} cores; {facts['date']}")
     print(f"python {facts['python']}, torch {facts['torch']}, rankstep {facts['rankstep']}")
     print(f"$ {facts['command']}")
+    if "link" in facts:
+        print(f"link: {facts['link']}")
 
 
 def tell_rounds(rounds: Rounds) -> None:
@@ -445,7 +548,7 @@ def tell_bars(bars: Iterable[Bar]) -> None:
 
 def write_json(file: Path | None, result: Mapping[str, Any]) -> None:
     """Write a result where ``--json`` asks for it."""
-    if file is None:
+    if file is None or (launched() and dist.get_rank()):
         return
 
     def plain(value: object) -> Any:
