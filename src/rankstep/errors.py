@@ -89,3 +89,7 @@ class CheckpointError(RankstepError, RuntimeError):
 
 class CheckpointWarning(UserWarning):
     """A checkpoint was passed over, and an older one taken; says which and why."""
+
+
+class DoctorError(RankstepError, RuntimeError):
+    """A job cannot be asked where its ranks are: there is none, it does not answer, or it has left nothing."""

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BASH, IP = shutil.which("bash"), shutil.which("ip")
 SPREAD = {"min", "q25", "median", "q75"}
 
 
@@ -100,7 +107,198 @@ def test_step(run):
     assert "9.5 MB in 29 tensors, 2 ranks" in told
 
 
-@pytest.mark.parametrize("script", ["hook_overhead.py", "memory.py", "step.py"])
+def test_allreduce(run):
+    result, told = run(
+        "allreduce.py", *("--kib", "4", "64", "--rounds", "2", "--repeats", "1"), "--allow-busy"
+    )
+    assert list(result["sizes_kib"]) == ["4", "64"]
+    assert (result["hosts"], result["collective"]) == (1, "all_reduce")
+    for size in result["sizes_kib"].values():
+        assert list(size["variants"]) == ["gloo", "rankstep"]
+        assert size["variants"]["rankstep"]["ratio_to_gloo"].keys() == SPREAD
+        assert size["variants"]["gloo"]["ratio_to_gloo"]["median"] == 1.0
+    assert result["sizes_kib"]["4"]["numel"] == 1024
+    assert [bar["limit"] for bar in result["bars"]] == [1.0]
+    assert "all_reduce of float32, 2 ranks; Rankstep goes through " in told
+
+
+def test_gpu_script_without_one(run):
+    result, told = run(
+        "gpu.py",
+        *("--device", "cpu", "--tiny", "--rounds", "1", "--repeats", "1"),
+        *("--variants", "rankstep", "--allow-busy"),
+    )
+    assert result["models"].keys() == {"resnet50", "gpt2"}
+    assert result["machine"]["gpus"] == "none"
+    for model in result["models"].values():
+        assert list(model["variants"]) == ["local", "rankstep", "torch default"]
+        assert model["variants"]["rankstep"]["peak_bytes"] is None
+        assert model["variants"]["torch default"]["ratio_to_torch_default"]["median"] == 1.0
+        assert model["profile"].keys() == {"rankstep", "torch default"}
+        assert all("Self CPU time total" in table for table in model["profile"].values())
+    # What was not run on a GPU holds no bar.
+    assert result["bars"] == []
+    assert "peak MB" in told
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_gpu_script_refuses_politely():
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "gpu.py"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("no GPU that torch can use: ")
+
+
+def network(*arguments, **env):
+    return subprocess.run(
+        [BASH, BENCHMARKS / "network.sh", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+        env=os.environ | {"PYTHON": sys.executable} | env,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "told"),
+    [
+        ((), {}, "which benchmark?"),
+        (("--fast", "allreduce.py"), {}, "unknown option --fast"),
+        (("--rate",), {}, "--rate needs a value"),
+        (("--ranks-per-host", "0", "allreduce.py"), {}, "a positive number, not '0'"),
+        (("nothing.py",), {}, "no such benchmark: "),
+        (("allreduce.py",), {"PYTHON": "no-such-python"}, "no interpreter 'no-such-python'"),
+    ],
+    ids=["nothing", "option", "value", "number", "script", "python"],
+)
+def test_network_refuses_politely(arguments, env, told):
+    done = network(*arguments, **env)
+    assert done.returncode == 2
+    assert done.stderr.startswith("network.sh: ")
+    assert told in done.stderr
+
+
+def test_network_needs_tools_and_root(tmp_path):
+    for tool in ("bash", "env", "id", "dirname"):
+        (tmp_path / tool).symlink_to(shutil.which(tool))
+    done = network("allreduce.py", PATH=str(tmp_path))
+    assert (done.returncode, done.stderr) == (
+        2,
+        "network.sh: needs 'ip' of iproute2, which is not installed\n",
+    )
+    for tool in ("ip", "tc"):
+        (tmp_path / tool).symlink_to("/bin/true")
+    (tmp_path / "id").unlink()
+    (tmp_path / "id").write_text("#!/bin/sh\necho 1000\n")
+    (tmp_path / "id").chmod(0o700)
+    done = network("allreduce.py", PATH=str(tmp_path))
+    assert done.returncode == 2
+    assert "needs root" in done.stderr
+
+
+def namespaces():
+    done = subprocess.run([IP, "netns", "list"], capture_output=True, text=True, check=True)
+    return {line.split()[0] for line in done.stdout.splitlines() if "rankstep-bench" in line}
+
+
+@pytest.fixture
+def can_make_hosts():
+    if os.geteuid() or not (IP and shutil.which("tc")):
+        pytest.skip("network namespaces need root and iproute2")
+    probe = f"rankstep-probe-{os.getpid()}"
+    if subprocess.run([IP, "netns", "add", probe], capture_output=True, check=False).returncode:
+        pytest.skip("no network namespaces here")
+    subprocess.run([IP, "netns", "del", probe], capture_output=True, check=True)
+
+
+@pytest.mark.netns
+def test_two_hosts_and_a_link(can_make_hosts, tmp_path):
+    file = tmp_path / "result.json"
+    done = network(
+        *("network_step.py", "--model", "cnn", "--rounds", "1", "--repeats", "1", "--allow-busy"),
+        *("--variants", "rankstep", "rankstep bf16 wire", "--json", file),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert namespaces() == set()
+    result = json.loads(file.read_text(encoding="utf-8"))
+    assert (result["hosts"], result["ranks"]) == (2, 2)
+    assert result["machine"]["link"] == "2 hosts x 1, 1gbit"
+    assert result["machine"]["command"].startswith(
+        "benchmarks/network.sh --ranks-per-host 1 --rate 1gbit benchmarks/network_step.py --model cnn"
+    )
+    variants = result["variants"]
+    assert list(variants) == [
+        *("local", "rankstep", "torch default", "rankstep bf16 wire"),
+        *("all-reduce alone", "link alone"),
+    ]
+    assert variants["rankstep"]["error"] is None
+    # Halves: something is lost, and no more than rounding to 8 bits thrice loses.
+    assert 1e-4 < variants["rankstep bf16 wire"]["error"]["relative_l2"] < 3 * 2**-8
+    # One rank tells, not both.
+    assert done.stdout.count("cnn: 9.5 MB in 29 tensors, 2 ranks") == 1
+
+
+@pytest.mark.netns
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_hosts_are_removed_however_it_ends(can_make_hosts, how):
+    """The benchmark itself is a script that never ends."""
+    forever = "while true; do sleep 1; done"
+    with tempfile.TemporaryDirectory(prefix="rankstep-test-") as folder:
+        script = Path(folder, "forever.py")
+        script.write_text(forever, encoding="utf-8")
+        running = subprocess.Popen(
+            [BASH, BENCHMARKS / "network.sh", "--rate", "none", script],
+            env=os.environ | {"PYTHON": BASH},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            own = f"rankstep-bench-{running.pid}-"
+            until = time.monotonic() + 20
+            while len([name for name in namespaces() if name.startswith(own)]) < 2:
+                assert time.monotonic() < until
+                time.sleep(0.1)
+            running.send_signal(how)
+            running.wait(20)
+        finally:
+            running.kill()
+            running.wait()
+            if how == signal.SIGKILL:
+                # The next run takes away what one that was killed left; this one ends at once.
+                script.write_text("exit 0", encoding="utf-8")
+                done = network("--rate", "none", script, PYTHON=BASH)
+                assert done.returncode == 0, done.stderr
+        assert not any(name.startswith(own) for name in namespaces())
+
+
+def test_plan(run):
+    result, told = run(
+        "plan.py", *("--model", "mlp", "--rounds", "1", "--repeats", "1"), "--allow-busy"
+    )
+    mlp = result["models"]["mlp"]
+    assert list(mlp["variants"]) == ["auto", "1 MiB", "5 MiB", "25 MiB", "100 MiB"]
+    for figures in mlp["variants"].values():
+        assert figures["buckets"] >= 1
+        assert figures["predicted_ms"].keys() == figures["measured_ms"].keys() == SPREAD
+        assert figures["predicted_of_measured"]["median"] > 0
+    assert mlp["variants"]["auto"]["ratio_to_auto"]["median"] == 1.0
+    # By the model itself, its plan is the best.
+    for forecast in mlp["forecasts"]:
+        least = min(other["step_ns"] for other in forecast["others"])
+        assert forecast["plan"]["step_ns"] <= least * (1 + 1e-9)
+    assert [bar["limit"] for bar in result["bars"]] == [0.1, 0.1]
+    assert "14 parameters in" in told
+
+
+@pytest.mark.parametrize(
+    "script", ["allreduce.py", "gpu.py", "hook_overhead.py", "memory.py", "plan.py", "step.py"]
+)
 def test_help_shows_an_example(script):
     done = subprocess.run(
         [sys.executable, BENCHMARKS / script, "--help"],

@@ -116,6 +116,20 @@ def shares(me):
         return seen
 
 
+def shares_and_drops(me):
+    """Rank 0 drops it at once and goes on, while rank 1 comes late to what was said."""
+    with fresh() as comm:
+        for number in range(20):
+            memory = comm.shared(100 + number, torch.uint8)
+            assert memory.numel() == 100 + number
+            del memory
+        return True
+
+
+def test_shared_memory_may_be_dropped_at_once(ranks):
+    assert ranks(2).run(shares_and_drops) == [True] * 2
+
+
 def test_shared_memory_is_one_for_all(ranks):
     assert ranks(3).run(shares) == [[1.0, 2.0, 3.0]] * 3
 

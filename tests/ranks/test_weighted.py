@@ -16,23 +16,17 @@ import torch.distributed as dist
 from torch import nn
 
 from rankstep import DistributedDataParallel
+from rankstep.collectives.hub import Hub
 from rankstep.testing import (
     assert_bitwise_equal,
     assert_close_to,
     assert_same_on_all,
     first_difference,
+    noted_collectives,
 )
 
 TINY = 0.0001
 WIDTH = 6
-COLLECTIVES = (
-    "allreduce",
-    "broadcast",
-    "allgather",
-    "_allgather_base",
-    "reduce_scatter",
-    "barrier",
-)
 
 
 class Net(nn.Module):
@@ -76,31 +70,6 @@ def state_of(model):
 
 def wrapped(dtype=torch.float64, cap=TINY, **options):
     return DistributedDataParallel(net(dtype), bucket_cap_mb=cap, **options)
-
-
-@contextlib.contextmanager
-def counted():
-    """Collect the names of all calls that this process makes on any process group."""
-    called = []
-    # From the class itself: what getattr gives for a method written in C++ binds to nothing when it is put back.
-    kept = {name: vars(dist.ProcessGroup)[name] for name in COLLECTIVES}
-
-    def noting(name):
-        call = getattr(dist.ProcessGroup, name)
-
-        def noted(*args, **kwargs):
-            called.append(name)
-            return call(*args, **kwargs)
-
-        return noted
-
-    for name in COLLECTIVES:
-        setattr(dist.ProcessGroup, name, noting(name))
-    try:
-        yield called
-    finally:
-        for name, method in kept.items():
-            setattr(dist.ProcessGroup, name, method)
 
 
 # ---------------------------------------------------------------- windows of any shape
@@ -369,14 +338,14 @@ def collectives(me, weighted):
         stepper.zero_grad()
         # Some steps leave a branch out on one rank, or on both.
         names = ["ab", "ab", "a", "ab" if me.rank else "b"][step % 4]
-        with counted() as called:
+        with noted_collectives(Hub) as called:
             out = loss_sum(run, data(me.rank, step, 1 + me.rank + step % 3), names)
             if weighted:
                 run.backward(out, count=1 + me.rank + step % 3)
             else:
                 out.backward()
         stepper.step()
-        steps.append(called)
+        steps.append([each.name for each in called])
     return steps, len(run.reducer.buckets)
 
 
@@ -394,14 +363,14 @@ def nothing_to_give(me):
     steps = []
     for step in range(5):
         run.zero_grad()
-        with counted() as called:
+        with noted_collectives(Hub) as called:
             if me.rank == 1 and step in (2, 4):
                 run.backward(None, count=0)
             else:
                 with run.no_sync():
                     run.backward(loss_sum(run, data(me.rank, step, 2)), count=2)
                 run.backward(loss_sum(run, data(me.rank, step, 3)), count=3)
-        steps.append(called)
+        steps.append([each.name for each in called])
     return steps[1:]
 
 

@@ -6,7 +6,8 @@ from rankstep.buckets.learn import WINDOW, Firings
 
 
 def backward(firings, *indices):
-    """Fire as the hooks do, then end the backward."""
+    """Begin a backward, fire as the hooks do, then end it."""
+    firings.open()
     for index in indices:
         firings.fired[index] += 1
     return firings.close()
@@ -50,8 +51,9 @@ def test_counts_are_for_one_backward():
     firings.fired[2] = 1
     firings.accumulated[3] = 1
     firings.close()
-    assert firings.fired == [0] * 4
     assert firings.accumulated == [0] * 4
+    firings.open()
+    assert firings.fired == [0] * 4
 
 
 def test_the_lists_that_hooks_hold_stay_the_same_objects():
@@ -134,4 +136,5 @@ def test_touched_counts_this_backward_and_what_no_sync_accumulated():
     firings.accumulated[2] = 1
     assert [bool(t) for t in firings.touched()] == [False, True, True, False]
     firings.close()
+    firings.open()
     assert firings.touched() == [0] * 4

@@ -10,7 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankstep.buckets.plan import CAP_BYTES, FIRST_CAP_BYTES, Caps, ParamSpec, make_plan
+from rankstep.buckets.plan import (
+    CAP_BYTES,
+    FIRST_CAP_BYTES,
+    MIN_RUN,
+    Caps,
+    ParamSpec,
+    make_plan,
+)
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
@@ -136,6 +143,45 @@ def test_small_parameters_lie_together_at_the_front():
     assert bucket.offsets == (3, 0, 11, 1)
     assert bucket.packed_numel == 3
     assert bucket.numel == 20
+
+
+def test_eight_or_more_small_ones_with_equal_rows_lie_side_by_side():
+    specs = [spec(2, 3), spec(4)] * MIN_RUN + [spec(5, 7)] * (MIN_RUN - 1) + [spec(1, 3)]
+    order = list(reversed(range(len(specs))))
+    (bucket,) = plan_of(specs, order, (10**6,), packed_below_bytes=10**6).buckets
+    assert bucket.params == tuple(order)
+    by_place = sorted(bucket.params, key=dict(zip(order, bucket.offsets, strict=True)).get)
+    rows = [specs[i].shape[1:] for i in by_place]
+    assert rows == [(3,)] * (MIN_RUN + 1) + [()] * MIN_RUN + [(7,)] * (MIN_RUN - 1)
+    # Among themselves they stay in the order of readiness.
+    assert [i for i in by_place if specs[i].shape == (4,)] == order[-2 * MIN_RUN :: 2]
+
+
+def test_fewer_with_equal_rows_stay_in_order():
+    specs = [spec(2, 3), spec(4)] * (MIN_RUN - 1)
+    order = list(reversed(range(len(specs))))
+    (bucket,) = plan_of(specs, order, (10**6,), packed_below_bytes=10**6).buckets
+    assert list(bucket.offsets) == sorted(bucket.offsets)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "row"),
+    [
+        (torch.empty(3, 4), (4,)),
+        (torch.empty(3), ()),
+        (torch.empty(2, 3, 4, 5), (3, 4, 5)),
+        # Not dense, so its view is row-major.
+        (torch.empty(4, 6)[:, ::2], (3,)),
+        (torch.empty(3, 4).t(), None),
+        (torch.empty(2, 3, 4, 5).contiguous(memory_format=torch.channels_last), None),
+        (torch.empty(()), None),
+        (torch.empty(0, 3), None),
+        (torch.empty(3, 0), None),
+        (torch.empty(3, dtype=torch.complex64), None),
+    ],
+)
+def test_the_rows_of_a_view(tensor, row):
+    assert ParamSpec.of("p", tensor).row_shape == row
 
 
 def test_packing_asks_for_less_than_the_bound():

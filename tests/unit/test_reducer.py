@@ -310,6 +310,39 @@ def test_everything_is_waited_for_and_nothing_is_written_in_flight():
         assert_bitwise_equal(grad, value(index, 1) / 2 + value(index, 1, 1) / 2)
 
 
+def grads_at_the_first_wait(driver, order):
+    """Which parameters have their views when the settling rank begins to wait."""
+    seen = []
+    first = driver.reducer.buckets[0]
+    wait = first.wait
+
+    def look():
+        views = [b.view_of[i] for i, b in enumerate(driver.reducer.line.bucket_of)]
+        seen.append([grad is view for grad, view in zip(driver.grads, views, strict=True)])
+        wait()
+
+    first.wait = look
+    driver.backward(order, 1)
+    return seen
+
+
+def test_gradients_are_handed_back_while_the_last_bucket_travels():
+    driver = Driver(3)
+    driver.learn()
+    assert grads_at_the_first_wait(driver, range(3)) == [[True] * 3]
+    for index, grad in enumerate(driver.grads):
+        assert_bitwise_equal(grad, value(index, 1))
+
+
+def test_late_gradients_keep_their_place_until_they_were_sent():
+    driver = Driver(3)
+    driver.learn()
+    # Parameter 0 fires again after its bucket has left, and that gradient must not be lost.
+    assert grads_at_the_first_wait(driver, [0, 1, 0, 2]) == [[False] * 3]
+    assert driver.reducer.last_step.second_round
+    assert_bitwise_equal(driver.params[0].grad, 2 * value(0, 1))
+
+
 def test_events_and_facts_of_a_step():
     driver = Driver(3)
     driver.learn()
@@ -762,6 +795,8 @@ def test_a_wait_that_fails_breaks_the_reducer_and_says_where():
         driver.backward(range(3), 1)
     check_failure(raised.value)
     assert driver.reducer.state is ReducerState.BROKEN
+    # What was handed back while it travelled is no result.
+    assert driver.grads == [None] * 3
     # Nobody knows what the buckets hold, so every use repeats why.
     for again in (
         driver.reducer.begin,

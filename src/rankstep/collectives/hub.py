@@ -200,11 +200,12 @@ class Hub:
                 f"rank {self.rank}: the ranks want different things at once: {wanted}. Some rank skipped, repeated or added a "
                 "step or a forward that the others did not; every rank must take the same."
             )
-        if own.kind is Kind.SHARE or not own.nbytes:
-            if own.kind is Kind.SHARE:
-                operation.memory = (
-                    operation.tensor if self.index == 0 else self._tensor(0, posts[0])
-                )
+        if own.kind is Kind.SHARE:
+            operation.memory = operation.tensor if self.index == 0 else self._tensor(0, posts[0])
+            # The first rank must not withdraw it before all have it.
+            self._spread(operation)
+            return
+        if not own.nbytes:
             operation.missing.clear()
             operation.state = State.DONE
             return
