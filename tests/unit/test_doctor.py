@@ -230,7 +230,8 @@ def test_an_exception_is_told_with_the_users_line():
     ("error", "alone"),
     [
         (ValueError("x"), True),
-        (SystemExit(3), True),
+        (SystemExit("text"), True),
+        (SystemExit(3), False),
         (SyncError("x"), False),
         (KeyboardInterrupt(), False),
         (SystemExit(128 + signal.SIGTERM), False),

@@ -81,12 +81,20 @@ class Board:
 
     Attributes:
         news: Makes the error that a wait must end with, from this rank's number and what it waits for; None: wait on.
-        latest: The lookout that was told last where its rank waits.
     """
 
     def __init__(self) -> None:
         self.news: Callable[[int, str], SyncError] | None = None
-        self.latest: Lookout | None = None
+        self._latest: weakref.ref[Lookout] | None = None
+
+    @property
+    def latest(self) -> Lookout | None:
+        """The lookout that was told last where its rank waits; kept weakly, since it keeps its group, and that a port."""
+        return None if self._latest is None else self._latest()
+
+    @latest.setter
+    def latest(self, lookout: Lookout) -> None:
+        self._latest = weakref.ref(lookout)
 
 
 board = Board()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 from dataclasses import dataclass
@@ -104,7 +105,8 @@ def exit_code(failure: Failure) -> int:
     A rank that had raised and was then stopped by the launcher counts as having ended by its exception.
     """
     if failure.message and failure.exit_code < 0:
-        return 1
+        asked = re.fullmatch(r"SystemExit: (\d{1,3})", failure.message)
+        return int(asked[1]) if asked else 1
     return failure.exit_code if failure.exit_code > 0 else _SIGNALLED - failure.exit_code
 
 
