@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import time
@@ -306,3 +307,20 @@ def test_a_slow_rank_is_waited_for(ranks):
 def test_slices_of_one_buffer_on_four_ranks(ranks):
     # Last in this file: a third pool takes the place of another.
     check_every_size(ranks, 4)
+
+
+def dropped(me):
+    """Nobody waits, and nobody holds what was started."""
+    before = set(direct._under_way)
+    comm = C10dCommunicator()
+    parts = [torch.full((3,), float(me.rank + part)) for part in range(me.world_size)]
+    comm.reduce_scatter(parts[me.rank], parts)
+    gc.collect()
+    kept = direct._under_way - before
+    for exchange in kept:
+        exchange.wait()
+    return len(kept), direct._under_way - before == set(), parts[me.rank].tolist()
+
+
+def test_memory_of_messages_under_way_outlives_whoever_started_them(ranks):
+    assert ranks(2).run(dropped) == [(1, True, [1.0] * 3), (1, True, [3.0] * 3)]

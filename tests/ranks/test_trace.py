@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -39,27 +40,36 @@ class SlowOn(TensorDataset):
         return super().__getitem__(index)
 
 
-def train(rank, folder, width=256, steps=6, late_rank=None, profiled=None, shared_memory=True):
-    with pytest.MonkeyPatch.context() as patch:
-        if not shared_memory:
-            patch.setenv("RANKSTEP_SHARED_MEMORY", "0")
-        return record_steps(rank, folder, width, steps, late_rank, profiled)
+def train(rank, folder, width=256, steps=6, late_rank=None):
+    model, optimizer, data = parts(rank, width, steps, late_rank)
+    with record(folder):
+        loop(model, optimizer, data)
+    return model.reducer.recorder is None
 
 
-def record_steps(rank, folder, width, steps, late_rank, profiled):
+def parts(rank, width, steps, late_rank=None, group=None):
     torch.manual_seed(0)
     layers = [torch.nn.Linear(width, width) for _ in range(4)]
-    model = rankstep.DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.2)
+    model = rankstep.DistributedDataParallel(
+        torch.nn.Sequential(*layers), bucket_cap_mb=0.2, process_group=group
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     data = DataLoader(SlowOn(rank.rank, late_rank, steps, width), batch_size=1)
-    with record(folder):
-        if profiled is None:
+    return model, optimizer, data
+
+
+def train_profiled(rank, folder):
+    """Over gloo's sockets, whose work the profiler sees; a group finds out at its first use how its ranks communicate."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANKSTEP_SHARED_MEMORY", "0")
+        group = dist.new_group()
+        model, optimizer, data = parts(rank, 768, 6, group=group)
+        with record(folder), profile(activities=[ProfilerActivity.CPU]) as profiler:
             loop(model, optimizer, data)
-        else:
-            with profile(activities=[ProfilerActivity.CPU]) as profiler:
-                loop(model, optimizer, data)
-            profiler.export_chrome_trace(str(Path(profiled) / f"profile-{rank.rank}.json"))
-    return model.reducer.recorder is None
+        profiler.export_chrome_trace(str(Path(folder) / f"profile-{rank.rank}.json"))
+        del model
+        gc.collect()
+        dist.destroy_process_group(group)
 
 
 def loop(model, optimizer, data):
@@ -133,7 +143,7 @@ def slices_nest(events):
 def profiled(ranks, tmp_path_factory):
     """One run, recorded by us and by torch's profiler at the same time; over gloo, whose work the profiler sees."""
     folder = tmp_path_factory.mktemp("profiled")
-    ranks(2).run(train, folder, width=768, profiled=folder, shared_memory=False)
+    ranks(2).run(train_profiled, folder)
     return folder
 
 

@@ -127,6 +127,10 @@ class Lane:
             never.wait(timedelta(milliseconds=1))
 
 
+_under_way: set[_Exchange] = set()
+"""gloo writes into memory that it does not own: whoever drops an exchange without waiting must not free it."""
+
+
 class _Exchange:
     """Messages under way, and what is done with them as they arrive.
 
@@ -152,6 +156,7 @@ class _Exchange:
         self._sends = sends
         self._release = release
         self._waited = False
+        _under_way.add(self)
 
     def wait(self) -> None:
         """Return when this rank's result is there and its memory may be written again."""
@@ -166,6 +171,7 @@ class _Exchange:
             for work in self._sends:
                 work.wait()
         self._waited = True
+        _under_way.discard(self)
         self._release()
         self._arrivals, self._sends = (), ()
 
