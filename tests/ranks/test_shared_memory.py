@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import threading
 import time
 import warnings
+import weakref
 from pathlib import Path
 
 import pytest
@@ -411,3 +413,27 @@ def test_training_gives_the_bits_of_sockets(ranks):
         assert not any(inside)
         assert all(outside)
         assert_bitwise_equal(grads, expected)
+
+
+def after_the_group(me):
+    def hubs():
+        return sum(thread.name == "rankstep hub" for thread in threading.enumerate())
+
+    gc.collect()
+    before = hubs()
+    with fresh() as comm:
+        comm.at("here", "a test")
+        comm.all_reduce(comm.allocate(8, torch.float32, CPU)).wait()
+        during = hubs()
+        group = weakref.ref(comm.group)
+    del comm
+    gc.collect()
+    until = time.monotonic() + 10
+    while hubs() > before and time.monotonic() < until:
+        time.sleep(0.01)
+    return group() is None, during - before, hubs() - before
+
+
+def test_nothing_is_kept_of_a_group_that_is_gone(ranks):
+    # What is kept for a group must not hold the group, or both stay for good.
+    assert ranks(2).run(after_the_group) == [(True, 1, 0)] * 2

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from rankstep.world import background
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,13 +41,12 @@ class Courier:
 
     def _start(self) -> None:
         ready = threading.Event()
-        self._thread = threading.Thread(
-            target=_walk, args=(self._errands, ready), name=self._name, daemon=True
-        )
         # A thread that computes for the first time makes itself as many helpers as the process has threads. They would
         # take the cores from backward, so this one gets none; the setting is the process's, so it is put back.
         before = torch.get_num_threads()
-        self._thread.start()
+        # What has been sent by then is still done.
+        end = functools.partial(self._errands.put, None)
+        self._thread = background.begin(self._name, _walk, (self._errands, ready), end)
         ready.wait()
         torch.set_num_threads(before)
 

@@ -26,6 +26,7 @@ from rankstep.collectives.posts import DTYPES, Kind, Peer, Post, Word, failure, 
 from rankstep.collectives.segments import Memory, Place, view
 from rankstep.collectives.slices import Spreading, Summing, scratch_for, slice_sizes, slices
 from rankstep.errors import RankSkewError
+from rankstep.world import background
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -99,7 +100,9 @@ class Hub:
         self._some_open, ended = threading.Event(), threading.Event()
         weakref.finalize(self, _end, self._some_open, ended).atexit = False
         keeper = functools.partial(_look_after, this, self._some_open, ended)
-        threading.Thread(target=keeper, name="rankstep hub", daemon=True).start()
+        background.begin(
+            "rankstep hub", keeper, (), functools.partial(_end, self._some_open, ended)
+        )
 
     # ---------------------------------------------------------------- starting
 

@@ -116,9 +116,9 @@ class Lookout:
     """
 
     def __init__(self, group: dist.ProcessGroup, carrier: Any = None) -> None:
-        # Weak, because twins are kept as long as their group lives, and no longer.
+        # Weak, because twins and shared memory are kept, with their lookouts, as long as their group lives, and no longer.
         self._group: weakref.ref[Any] = weakref.ref(group)
-        self._carrier = group if carrier is None else carrier
+        self._carrier: weakref.ref[Any] = weakref.ref(group if carrier is None else carrier)
         self._rank: int = group.rank()
         self._world_size: int = group.size()
         self._mark = {"place": "", "what": ""}
@@ -147,7 +147,7 @@ class Lookout:
             SyncError: This wait can never end; says why.
         """
         if board.news is not None:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._carrier))
+            self._keep_carrier()
             raise board.news(self._rank, self._mark["what"])
 
     def waited_long(self) -> None:
@@ -165,8 +165,13 @@ class Lookout:
         except RankSkewError as error:
             for watcher in watchers:
                 watcher.heard(error)
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._carrier))
+            self._keep_carrier()
             raise
+
+    def _keep_carrier(self) -> None:
+        carrier = self._carrier()
+        if carrier is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(carrier))
 
     def _compare(self) -> None:
         marks = self._look()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from rankstep.collectives import lookout as alarm
 from rankstep.errors import SyncError
+from rankstep.world import background
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -45,6 +46,7 @@ class Patrol:
         self._waits: set[_Wait] = set()
         self._entered = 0
         self._wake = threading.Event()
+        self._ending = threading.Event()
         self._thread: threading.Thread | None = None
 
     @contextlib.contextmanager
@@ -83,20 +85,23 @@ class Patrol:
         # Another process after a fork has no such thread any more.
         if self._thread is None or not self._thread.is_alive():
             self._wake = threading.Event()
-            self._thread = threading.Thread(
-                target=self._walk, args=(self._wake,), name="rankstep patrol", daemon=True
+            self._ending = threading.Event()
+            self._thread = background.begin(
+                "rankstep patrol", self._walk, (self._wake, self._ending), self._end
             )
-            self._thread.start()
         if not self._wake.is_set():
             self._wake.set()
 
-    def _walk(self, wake: threading.Event) -> None:
-        while True:
+    def _end(self) -> None:
+        self._ending.set()
+        self._wake.set()
+
+    def _walk(self, wake: threading.Event, ending: threading.Event) -> None:
+        while not ending.is_set():
             wake.wait()
             seen = -1
-            while self._waits or seen != self._entered:
+            while (self._waits or seen != self._entered) and not ending.wait(LOOK_S):
                 seen = self._entered
-                time.sleep(LOOK_S)
                 for wait in list(self._waits):
                     self._look(wait)
             wake.clear()

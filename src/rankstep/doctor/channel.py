@@ -17,6 +17,8 @@ from typing import Any
 
 from torch import distributed as dist
 
+from rankstep.world import background
+
 _FOR_EVER = timedelta(days=3650)
 _QUICK_S = 3.0
 """For what is answered in a fraction of a millisecond; a store that takes longer is out of reach."""
@@ -57,7 +59,7 @@ class Mouth:
         self._store = store
         self._errands: queue.SimpleQueue[_Errand | None] = queue.SimpleQueue()
         self._stuck = False
-        threading.Thread(target=self._speak, name="rankstep guard mouth", daemon=True).start()
+        self._thread = background.begin("rankstep guard mouth", self._speak, (), self._finish)
 
     def __call__(self, method: str, *args: Any) -> Any:
         """Call a method of the store.
@@ -78,6 +80,11 @@ class Mouth:
 
     def close(self) -> None:
         """End the thread."""
+        self._finish()
+        # A connection that a thread closes while the interpreter shuts down ends the process with it.
+        self._thread.join(0.0 if self._stuck else _QUICK_S)
+
+    def _finish(self) -> None:
         self._errands.put(None)
 
     def _speak(self) -> None:

@@ -35,6 +35,7 @@ from rankstep.doctor.report import Report, Standing, name_ranks
 from rankstep.doctor.settings import End
 from rankstep.doctor.verdict import Cause, Verdict, ended
 from rankstep.errors import CommunicationError, RankSkewError, SyncError
+from rankstep.world import background
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -94,16 +95,13 @@ class Guard:
         self._selector.register(self._wake_read, selectors.EVENT_READ, lambda: None)
         self._neighbours = Neighbours(self._channel, self._selector, self._neighbour_ended)
         self._desk = Desk(self._selector, self.where)
-        self._threads = [
-            threading.Thread(target=self._carefully, args=(run,), name=name, daemon=True)
-            for run, name in ((self._watch, "rankstep guard"), (self._hear, "rankstep guard ear"))
-        ]
+        self._threads: list[threading.Thread] = []
 
     def open(self) -> None:
         """Say who this rank is, and begin."""
         self._channel.introduce(self.own.card())
-        for thread in self._threads:
-            thread.start()
+        for run, name in ((self._watch, "rankstep guard"), (self._hear, "rankstep guard ear")):
+            self._threads.append(background.begin(name, self._carefully, (run,), self.close))
 
     def close(self) -> None:
         """End both threads."""
