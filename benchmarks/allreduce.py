@@ -102,14 +102,12 @@ def job(what: str, sizes_kib: list[int], rounds: int, repeats: int) -> dict[str,
     return {"way": way, "sizes": told}
 
 
-def figures(told: list[dict[str, Any]]) -> dict[str, Any]:
+def figures(kib: int, way: str, told: list[dict[str, Any]]) -> common.Table:
     """What is told about one size."""
     calls, numel = told[0]["calls"], told[0]["numel"]
     rounds = common.Rounds.of([each["rounds"] for each in told], statistics.median)
-    return {
-        "numel": numel,
-        "calls": calls,
-        "variants": {
+    return common.Table(
+        {
             name: {
                 "wall_ms": common.Spread.of(MS * value / calls for value in each),
                 "cpu_ms_per_rank": common.Spread.of(
@@ -119,8 +117,9 @@ def figures(told: list[dict[str, Any]]) -> dict[str, Any]:
             }
             for name, each in rounds.wall.items()
         },
-        "rounds": rounds.told(),
-    }
+        rounds.told(),
+        {"kib": kib, "numel": numel, "calls": calls, "way": way},
+    )
 
 
 def main() -> None:
@@ -146,23 +145,27 @@ def main() -> None:
     )
     args = parser.parse_args()
     common.require_quiet(args.ranks, allow_busy=args.allow_busy)
-    facts = common.machine()
-    common.tell_machine(facts)
+    machine = common.machine()
+    common.tell_machine(machine)
 
     told = common.on_ranks(args.ranks, job, args.collective, args.kib, args.rounds, args.repeats)
-    results = {kib: figures([each["sizes"][str(kib)] for each in told]) for kib in args.kib}
+    way = told[0]["way"]
+    results = {
+        f"{kib} KiB": figures(kib, way, [each["sizes"][str(kib)] for each in told])
+        for kib in args.kib
+    }
     rows = []
-    for kib, result in results.items():
-        for name, own in result["variants"].items():
+    for size, result in results.items():
+        for name, own in result.variants.items():
             cells = map(functools.partial(common.cell, spec=".3f"), list(own.values()))
-            rows.append((f"{kib} KiB" if name == GLOO else "", name, *cells))
+            rows.append((size if name == GLOO else "", name, *cells))
     common.tell_table(
-        f"{args.collective} of float32, {common.ranks(args.ranks)}; Rankstep goes through {told[0]['way']}",
+        f"{args.collective} of float32, {common.ranks(args.ranks)}; Rankstep goes through {way}",
         ("", "", "wall ms", "CPU ms of a rank", "of gloo"),
         rows,
     )
-    disturbed = sum(result["rounds"]["disturbed"] for result in results.values())
-    dropped = sum(result["rounds"]["dropped"] for result in results.values())
+    disturbed = sum(result.rounds["disturbed"] for result in results.values())
+    dropped = sum(result.rounds["dropped"] for result in results.values())
     print(f"{len(results) * args.rounds - dropped} of {len(results) * args.rounds} rounds kept")
     if disturbed > dropped:
         common.warn(
@@ -171,31 +174,14 @@ def main() -> None:
     bars = []
     if args.collective == ALL_REDUCE and args.ranks == 2 and common.hosts() == 1:
         for kib, limit in BARS.items():
-            if kib in results:
-                ratio = results[kib]["variants"][OWN]["ratio_to_gloo"]
-                bars.append(
-                    common.Bar(
-                        f"all-reduce of {kib} KiB as a share of gloo's",
-                        limit,
-                        ratio.median if ratio is not None else None,
-                    )
-                )
+            if kib in args.kib:
+                what = f"all-reduce of {kib} KiB as a share of gloo's"
+                place = (f"{kib} KiB", OWN, "ratio_to_gloo")
+                bars.append(common.bar_at(what, limit, results, place))
     common.tell_bars(bars)
-    common.write_json(
-        args.json,
-        {
-            "benchmark": "allreduce",
-            "machine": facts,
-            "ranks": args.ranks,
-            "hosts": common.hosts(),
-            "collective": args.collective,
-            "way": told[0]["way"],
-            "rounds": args.rounds,
-            "repeats": args.repeats,
-            "sizes_kib": {str(kib): result for kib, result in results.items()},
-            "bars": bars,
-        },
-    )
+    settings = common.settings(args, "collective", "ranks", "rounds", "repeats")
+    settings["hosts"] = common.hosts()
+    common.write_result(args.json, "allreduce", machine, settings, results, bars)
 
 
 if __name__ == "__main__":

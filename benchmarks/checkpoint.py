@@ -12,7 +12,6 @@ proportionally less.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import random
@@ -30,6 +29,9 @@ import rankstep
 EXAMPLE = "python benchmarks/checkpoint.py --rounds 6 --json checkpoint.json"
 GB = 1e9
 SIDE = 1024
+DISK, ASYNC = "disk", "async"
+SAVED, PLAIN = "checkpoint", "plain"
+WITH, WITHOUT = "with", "without"
 BYTES_PER_PARAM = 12  # a weight and two moments of AdamW, in float32
 
 
@@ -76,12 +78,12 @@ def disk_job(nbytes: float, rounds: int, folder: str) -> dict[str, list[float]]:
     """Save and write plainly in turns; seconds of each."""
     training = Training(nbytes, wrapped=False)
     tensors = training.tensors()
-    told: dict[str, list[float]] = {"checkpoint": [], "plain": []}
+    told: dict[str, list[float]] = {SAVED: [], PLAIN: []}
     for number in range(rounds + 1):
         for name in sorted(told, reverse=bool(number % 2)):
             place = Path(tempfile.mkdtemp(dir=folder))
             idle_disk()
-            if name == "plain":
+            if name == PLAIN:
                 begin = time.perf_counter()
                 plain_write(place / "plain", tensors)
                 seconds = time.perf_counter() - begin
@@ -111,7 +113,7 @@ def async_job(nbytes: float, rounds: int, turn_s: float, folder: str) -> dict[st
     mean = torch.tensor([(time.perf_counter() - begin) / 5 / ranks])
     torch.distributed.all_reduce(mean)
     steps = max(1, round(turn_s / mean.item()))
-    told: dict[str, list[float]] = {"with": [], "without": [], "blocked": [], "steps": [steps]}
+    told: dict[str, list[float]] = {WITH: [], WITHOUT: [], "blocked": [], "steps": [steps]}
     order = random.Random(0)
     with rankstep.Checkpoint(
         folder,
@@ -122,7 +124,7 @@ def async_job(nbytes: float, rounds: int, turn_s: float, folder: str) -> dict[st
         stop_signals=(),
     ) as checkpoint:
         for number in range(rounds + 1):
-            names = ["with", "without"]
+            names = [WITH, WITHOUT]
             order.shuffle(names)
             for name in names:
                 gc.collect()
@@ -132,7 +134,7 @@ def async_job(nbytes: float, rounds: int, turn_s: float, folder: str) -> dict[st
                 for step in range(steps):
                     training.step()
                     checkpoint.step()
-                    if name == "with" and step == 0:
+                    if name == WITH and step == 0:
                         before = time.perf_counter()
                         checkpoint.save()
                         blocked = time.perf_counter() - before
@@ -140,7 +142,7 @@ def async_job(nbytes: float, rounds: int, turn_s: float, folder: str) -> dict[st
                 seconds = time.perf_counter() - begin
                 if number:
                     told[name].append(seconds)
-                    if name == "with":
+                    if name == WITH:
                         told["blocked"].append(blocked)
     return told
 
@@ -172,72 +174,92 @@ def main() -> None:
     parser.add_argument("--only", choices=("disk", "async"), help="measure one of the two")
     parser.add_argument("--folder", help="where to write; default: the system's temporary folder")
     args = parser.parse_args()
-    facts = common.machine()
-    common.tell_machine(facts)
+    machine = common.machine()
+    common.tell_machine(machine)
     common.require_quiet(args.ranks, allow_busy=args.allow_busy)
-    result: dict[str, object] = {"benchmark": "checkpoint", "machine": facts}
-    bars = []
+    tables, bars = {}, []
     with tempfile.TemporaryDirectory(prefix="rankstep-bench-", dir=args.folder) as folder:
         if args.only != "async":
             disk = disk_job(args.gigabytes * GB, args.rounds, folder)
-            bars.append(tell_disk(disk, args.gigabytes))
-            result["disk"] = disk | {"gigabytes": args.gigabytes}
+            tables[DISK] = of_disk(disk, args.gigabytes)
+            bars.append(tell_disk(tables))
         if args.only != "disk":
             told = common.on_ranks(
                 args.ranks, async_job, args.async_gigabytes * GB, args.rounds, args.turn, folder
             )
-            bars.append(tell_async(told, args.async_gigabytes))
-            result["async"] = {"ranks": told, "gigabytes": args.async_gigabytes}
+            tables[ASYNC] = of_async(told, args.async_gigabytes)
+            bars.append(tell_async(tables, args.ranks))
     common.tell_bars(bars)
-    with contextlib.suppress(BrokenPipeError):
-        common.write_json(args.json, result | {"bars": bars})
+    settings = common.settings(args, "ranks", "rounds", "turn")
+    common.write_result(args.json, "checkpoint", machine, settings, tables, bars)
 
 
-def tell_disk(disk: dict[str, list[float]], gigabytes: float) -> common.Bar:
-    ratio = common.paired(disk["checkpoint"], disk["plain"])
+def of_disk(seconds: dict[str, list[float]], gigabytes: float) -> common.Table:
+    """All that is told about the disk."""
+    variants = {name: {"seconds": common.Spread.of(times)} for name, times in seconds.items()}
+    variants[SAVED]["ratio_to_plain"] = common.paired(seconds[SAVED], seconds[PLAIN])
+    return common.Table(variants, None, {"gigabytes": gigabytes})
+
+
+def tell_disk(tables: dict[str, common.Table]) -> common.Bar:
+    table = tables[DISK]
+    gigabytes = table.facts["gigabytes"]
     common.tell_table(
         f"a checkpoint of {gigabytes:g} GB on the disk, 1 rank",
         ("", "seconds", "GB/s"),
         [
-            (name, f"{spread:.2f}", f"{gigabytes / spread.median:.2f}")
-            for name, times in disk.items()
-            for spread in [common.Spread.of(times)]
+            (name, f"{own['seconds']:.2f}", f"{gigabytes / own['seconds'].median:.2f}")
+            for name, own in table.variants.items()
         ],
     )
-    value = None if ratio is None else ratio.median
+    ratio = table.variants[SAVED]["ratio_to_plain"]
     print(f"checkpoint / plain write, paired: {common.cell(ratio)}\n")
-    return common.Bar("checkpoint: seconds, of a plain write of the same bytes", 1.2, value)
+    what = "checkpoint: seconds, of a plain write of the same bytes"
+    return common.bar_at(what, 1.2, tables, (DISK, SAVED, "ratio_to_plain"))
 
 
-def tell_async(told: list[dict[str, list[float]]], gigabytes: float) -> common.Bar:
+def of_async(told: list[dict[str, list[float]]], gigabytes: float) -> common.Table:
+    """All that is told about checkpoints behind the training's back, as means over ranks."""
     mean = {
         name: [sum(rank) / len(rank) for rank in zip(*(each[name] for each in told), strict=True)]
-        for name in ("with", "without", "blocked")
+        for name in (WITH, WITHOUT, "blocked")
     }
-    share = common.paired(mean["with"], mean["without"])
-    cost = common.Spread.of(a - b for a, b in zip(mean["with"], mean["without"], strict=True))
-    turn = common.Spread.of(mean["without"])
-    steps = int(told[0]["steps"][0])
+    costs = [a - b for a, b in zip(mean[WITH], mean[WITHOUT], strict=True)]
+    return common.Table(
+        {
+            WITHOUT: {"seconds": common.Spread.of(mean[WITHOUT])},
+            WITH: {
+                "seconds": common.Spread.of(mean[WITH]),
+                "cost_seconds": common.Spread.of(costs),
+                "blocked_seconds": common.Spread.of(mean["blocked"]),
+                "ratio_to_without": common.paired(mean[WITH], mean[WITHOUT]),
+            },
+        },
+        None,
+        {"gigabytes": gigabytes, "steps": int(told[0]["steps"][0])},
+    )
+
+
+def tell_async(tables: dict[str, common.Table], ranks: int) -> common.Bar:
+    table = tables[ASYNC]
+    own, turn = table.variants[WITH], table.variants[WITHOUT]["seconds"]
     common.tell_table(
-        f"{steps} steps with one asynchronous checkpoint of {gigabytes:g} GB, {common.ranks(len(told))}",
+        f"{table.facts['steps']} steps with one asynchronous checkpoint of {table.facts['gigabytes']:g} GB, "
+        f"{common.ranks(ranks)}",
         ("", "seconds"),
         [
             ("turn without", f"{turn:.2f}"),
-            ("turn with", f"{common.Spread.of(mean['with']):.2f}"),
-            ("a checkpoint costs", f"{cost:.3f}"),
-            ("of it, the step waits", f"{common.Spread.of(mean['blocked']):.3f}"),
+            ("turn with", f"{own['seconds']:.2f}"),
+            ("a checkpoint costs", f"{own['cost_seconds']:.3f}"),
+            ("of it, the step waits", f"{own['blocked_seconds']:.3f}"),
         ],
     )
-    print(f"with / without, paired: {common.cell(share, '.4f')}")
+    print(f"with / without, paired: {common.cell(own['ratio_to_without'], '.4f')}")
     print(
-        f"two percent of the time are reached with a checkpoint every {cost.median / 0.02:.0f} s\n"
+        f"two percent of the time are reached with a checkpoint every {own['cost_seconds'].median / 0.02:.0f} s\n"
     )
-    value = None if share is None else share.median
-    return common.Bar(
-        f"training with an asynchronous checkpoint every {turn.median:.0f} s, of one without",
-        1.02,
-        value,
-    )
+    what = f"training with an asynchronous checkpoint every {turn.median:.0f} s, of one without"
+    return common.bar_at(what, 1.02, tables, (ASYNC, WITH, "ratio_to_without"))
 
 
 if __name__ == "__main__":

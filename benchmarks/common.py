@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
+from result import Bar, Result, Spread, Table
 from torch import multiprocessing
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -84,16 +85,18 @@ def parser(description: str, example: str) -> argparse.ArgumentParser:
     return made
 
 
-def add_variants(to: argparse.ArgumentParser, names: Iterable[str]) -> None:
-    """Let the user choose among ``names``."""
+def add_variants(
+    to: argparse.ArgumentParser, names: Iterable[str], *, default: str | None = None
+) -> None:
+    """Let the user choose among ``names``; with a ``default`` that says which, the script has to choose if nobody does."""
     choices = list(names)
     to.add_argument(
         "--variants",
         nargs="+",
         metavar="NAME",
         choices=choices,
-        default=choices,
-        help=f"what to compare, of: {', '.join(map(repr, choices))}; default: all",
+        default=None if default else choices,
+        help=f"what to compare, of: {', '.join(map(repr, choices))}; default: {default or 'all'}",
     )
 
 
@@ -451,28 +454,6 @@ def _foreign_by_machine(told: Sequence[dict[str, Any]]) -> list[float]:
 # ---------------------------------------------------------------- figures
 
 
-@dataclass(frozen=True)
-class Spread:
-    """A figure over rounds."""
-
-    min: float
-    q25: float
-    median: float
-    q75: float
-
-    @classmethod
-    def of(cls, values: Iterable[float]) -> Spread:
-        """Sort and cut."""
-        data = sorted(values)
-        if len(data) == 1:
-            return cls(*data * 4)
-        q25, median, q75 = statistics.quantiles(data, n=4, method="inclusive")
-        return cls(data[0], q25, median, q75)
-
-    def __format__(self, spec: str) -> str:
-        return f"{self.median:{spec}} ({self.q25:{spec}} .. {self.q75:{spec}})"
-
-
 def paired(above: Sequence[float], below: Sequence[float]) -> Spread | None:
     """Quotients within each round; None if noise ate every denominator."""
     pairs = [(a, b) for a, b in zip(above, below, strict=True) if b > 0]
@@ -484,23 +465,13 @@ def cell(spread: Spread | None, spec: str = ".2f") -> str:
     return "-" if spread is None else format(spread, spec)
 
 
-@dataclass(frozen=True)
-class Bar:
-    """What a figure must not exceed, and what it is; None: not measured."""
-
-    what: str
-    limit: float
-    value: float | None
-
-    @property
-    def held(self) -> bool | None:
-        """Whether it is not exceeded."""
-        return None if self.value is None else self.value <= self.limit
-
-    def __str__(self) -> str:
-        if self.value is None:
-            return f"{self.what}: not measured"
-        return f"{self.what}: {self.value:.4g}, bar {self.limit:g}: {'held' if self.held else 'MISSED'}"
+def bar_at(
+    what: str, limit: float, tables: Mapping[str, Table], place: tuple[str, str, str]
+) -> Bar:
+    """Hold the figure that stands there against its limit: of a spread, the median."""
+    table, variant, name = place
+    figure = tables[table].variants[variant][name]
+    return Bar(what, limit, figure.median if isinstance(figure, Spread) else figure, place)
 
 
 # ---------------------------------------------------------------- telling
@@ -546,16 +517,20 @@ def tell_bars(bars: Iterable[Bar]) -> None:
         print(bar)
 
 
-def write_json(file: Path | None, result: Mapping[str, Any]) -> None:
-    """Write a result where ``--json`` asks for it."""
+def settings(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Pick what a result says about its command line."""
+    return {name: getattr(args, name) for name in names}
+
+
+def write_result(
+    file: Path | None,
+    benchmark: str,
+    machine: dict[str, str],
+    settings: dict[str, Any],
+    tables: dict[str, Table],
+    bars: Iterable[Bar],
+) -> None:
+    """Write a `Result` where ``--json`` asks for it."""
     if file is None or (launched() and dist.get_rank()):
         return
-
-    def plain(value: object) -> Any:
-        if isinstance(value, Bar):
-            return {**asdict(value), "held": value.held}
-        if isinstance(value, Spread):
-            return asdict(value)
-        raise TypeError(f"{value!r} has no place in a result")
-
-    file.write_text(json.dumps(result, indent=2, default=plain) + "\n", encoding="utf-8")
+    Result(benchmark, machine, settings, tables, tuple(bars)).write(file)

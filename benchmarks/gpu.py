@@ -220,12 +220,11 @@ def table(step: Step, device: torch.device) -> str:
     return profiled.key_averages().table(sort_by=by, row_limit=15, max_name_column_width=60)
 
 
-def figures(told: list[dict[str, Any]]) -> dict[str, Any]:
+def figures(told: list[dict[str, Any]]) -> common.Table:
     """All that is told about one model."""
     rounds = common.Rounds.of([each["rounds"] for each in told], statistics.median)
-    return {
-        "backend": told[0]["backend"],
-        "variants": {
+    return common.Table(
+        {
             name: {
                 "wall_ms": common.Spread.of(value * MS for value in each),
                 "cpu_ms_per_rank": common.Spread.of(value * MS for value in rounds.cpu[name]),
@@ -235,9 +234,9 @@ def figures(told: list[dict[str, Any]]) -> dict[str, Any]:
             }
             for name, each in rounds.wall.items()
         },
-        "rounds": rounds.told(),
-        "profile": told[0]["profile"],
-    }
+        rounds.told(),
+        {"backend": told[0]["backend"], "profile": told[0]["profile"]},
+    )
 
 
 def gpus(kind: str) -> list[str]:
@@ -309,30 +308,19 @@ def main() -> None:
                     common.cell(own["ratio_to_local"], ".3f"),
                     "-" if own["peak_bytes"] is None else f"{own['peak_bytes'] / MB:.1f}",
                 )
-                for name, own in result["variants"].items()
+                for name, own in result.variants.items()
             ],
         )
-        for name, of_steps in result["profile"].items():
+        for name, of_steps in result.facts["profile"].items():
             print(f"\n{name}: {PROFILED_STEPS} steps of rank 0\n{of_steps}")
         if common.RANKSTEP in names and args.device == "cuda":
-            ratio = result["variants"][common.RANKSTEP]["ratio_to_torch_default"]
-            value = ratio.median if ratio is not None else None
-            bars.append(common.Bar(f"{model}: step as a share of torch default's", BAR, value))
+            place = (model, common.RANKSTEP, "ratio_to_torch_default")
+            what = f"{model}: step as a share of torch default's"
+            bars.append(common.bar_at(what, BAR, results, place))
     common.tell_bars(bars)
-    common.write_json(
-        args.json,
-        {
-            "benchmark": "gpu",
-            "machine": facts,
-            "ranks": args.ranks,
-            "device": args.device,
-            "backend": backend,
-            "rounds": args.rounds,
-            "repeats": args.repeats,
-            "models": results,
-            "bars": bars,
-        },
-    )
+    settings = common.settings(args, "model", "ranks", "device", "tiny", "rounds", "repeats")
+    settings["backend"] = backend
+    common.write_result(args.json, "gpu", facts, settings, results, bars)
 
 
 if __name__ == "__main__":

@@ -99,8 +99,8 @@ def main() -> None:
     )
     args = parser.parse_args()
     common.require_quiet(args.ranks, allow_busy=args.allow_busy)
-    facts = common.machine()
-    common.tell_machine(facts)
+    machine = common.machine()
+    common.tell_machine(machine)
     told = common.on_ranks(args.ranks, job, args.model, args.rounds, args.repeats)
     rounds = common.Rounds.of([rank["rounds"] for rank in told], min)
     ratio = common.paired(rounds.wall[ON], rounds.wall[OFF])
@@ -123,26 +123,29 @@ def main() -> None:
     )
     common.tell_rounds(rounds)
     more = counted[ON][0] - counted[OFF][0] + counted[ON][1]
+    tables = {
+        args.model: common.Table(
+            {
+                name: {
+                    "wall_ms": wall_ms[name],
+                    "collectives": counted[name][0],
+                    "store_calls": counted[name][1],
+                }
+                for name in (OFF, ON)
+            },
+            rounds.told(),
+            {"tensors": told[0]["tensors"]},
+        )
+    }
+    tables[args.model].variants[ON] |= {"ratio_to_off": ratio, "cpu_ratio_to_off": cpu}
+    what = f"{args.model}: step with the guard on / off"
     bars = [
-        common.Bar(f"{args.model}: step with the guard on / off", BAR, ratio.median),
+        common.bar_at(what, BAR, tables, (args.model, ON, "ratio_to_off")),
         common.Bar(f"{args.model}: collectives and store calls of the guard", 0, more),
     ]
     common.tell_bars(bars)
-    settings = {key: getattr(args, key) for key in ("model", "ranks", "rounds", "repeats")}
-    common.write_json(
-        args.json,
-        {
-            "benchmark": "guard",
-            "machine": facts,
-            **settings,
-            "wall_ms": wall_ms,
-            "ratio": ratio,
-            "cpu_ratio": cpu,
-            "counted": counted,
-            "rounds": rounds.told(),
-            "bars": bars,
-        },
-    )
+    settings = common.settings(args, "model", "ranks", "rounds", "repeats")
+    common.write_result(args.json, "guard", machine, settings, tables, bars)
 
 
 if __name__ == "__main__":

@@ -70,17 +70,15 @@ def costs(times: dict[str, list[float]], parameters: int) -> dict[str, list[floa
     }
 
 
-def figures(rounds: common.Rounds, parameters: int) -> dict:
+def figures(rounds: common.Rounds, parameters: int) -> common.Table:
     """All that is told about one way to call zero_grad."""
     wall, cpu = costs(rounds.wall, parameters), costs(rounds.cpu, parameters)
     spreads = {name: common.Spread.of(each) for name, each in wall.items()}
     tuned = [name for name in wall if name not in {common.RANKSTEP, common.TORCH}]
     best = min([common.TORCH, *tuned], key=lambda name: spreads[name].median)
     plain = [value / parameters * US for value in rounds.wall[common.PLAIN]]
-    return {
-        "plain_us_per_parameter": common.Spread.of(plain),
-        "torch_best": best,
-        "variants": {
+    return common.Table(
+        {
             name: {
                 "wall_us_per_parameter": spreads[name],
                 "cpu_us_per_parameter": common.Spread.of(cpu[name]),
@@ -89,11 +87,12 @@ def figures(rounds: common.Rounds, parameters: int) -> dict:
             }
             for name, each in wall.items()
         },
-        "rounds": rounds.told(),
-    }
+        rounds.told(),
+        {"plain_us_per_parameter": common.Spread.of(plain), "torch_best": best},
+    )
 
 
-def tell(result: dict, rounds: common.Rounds, ranks: int, *, set_to_none: bool) -> None:
+def tell(result: common.Table, rounds: common.Rounds, ranks: int, *, set_to_none: bool) -> None:
     rows = [
         (
             name,
@@ -103,27 +102,26 @@ def tell(result: dict, rounds: common.Rounds, ranks: int, *, set_to_none: bool) 
             common.cell(told["ratio_to_torch_default"]),
             common.cell(told["ratio_to_torch_best"]),
         )
-        for name, told in result["variants"].items()
+        for name, told in result.variants.items()
     ]
     common.tell_table(
         f"zero_grad(set_to_none={set_to_none}) + backward, {common.ranks(ranks)}: "
-        f"us per parameter over plain, which takes {result['plain_us_per_parameter'].median:.2f}; "
-        f"quickest torch: {result['torch_best'].removeprefix('torch ')}",
+        f"us per parameter over plain, which takes {result.facts['plain_us_per_parameter'].median:.2f}; "
+        f"quickest torch: {result.facts['torch_best'].removeprefix('torch ')}",
         ("", "min", "wall", "CPU of a rank", "of torch default", "of quickest torch"),
         rows,
     )
     common.tell_rounds(rounds)
 
 
-def bars_of(result: dict, ranks: int) -> list[common.Bar]:
-    """The figures that the project promises: one for each number of ranks."""
-    own = result["variants"][common.RANKSTEP]
+def bar_of(modes: dict[str, common.Table], ranks: int) -> common.Bar:
+    """The figure that the project promises: one for each number of ranks."""
     if ranks == 1:
-        value = own["wall_us_per_parameter"].median
-        return [common.Bar("us per parameter over plain, 1 rank", 2.0, value)]
-    ratio = own["ratio_to_torch_default"]
-    value = ratio.median if ratio is not None else None
-    return [common.Bar(f"cost as a share of torch default's, {ranks} ranks", 0.5, value)]
+        what, limit, figure = "us per parameter over plain, 1 rank", 2.0, "wall_us_per_parameter"
+    else:
+        what = f"cost as a share of torch default's, {ranks} ranks"
+        limit, figure = 0.5, "ratio_to_torch_default"
+    return common.bar_at(what, limit, modes, ("set_to_none=True", common.RANKSTEP, figure))
 
 
 def main() -> None:
@@ -140,11 +138,10 @@ def main() -> None:
     if args.parameters % 2:
         parser.error("--parameters: every layer has two, so the number must be even")
     common.require_quiet(args.ranks, allow_busy=args.allow_busy)
-    facts = common.machine()
-    common.tell_machine(facts)
+    machine = common.machine()
+    common.tell_machine(machine)
 
     modes = {}
-    bars = []
     for set_to_none in (True, False):
         told = common.on_ranks(
             args.ranks, job, args.parameters, set_to_none, args.rounds, args.repeats
@@ -154,14 +151,10 @@ def main() -> None:
         result = figures(rounds, args.parameters)
         tell(result, rounds, args.ranks, set_to_none=set_to_none)
         modes[f"set_to_none={set_to_none}"] = result
-        if set_to_none:
-            bars = bars_of(result, args.ranks)
+    bars = [bar_of(modes, args.ranks)]
     common.tell_bars(bars)
-    settings = {name: getattr(args, name) for name in ("ranks", "parameters", "rounds", "repeats")}
-    common.write_json(
-        args.json,
-        {"benchmark": "hook_overhead", "machine": facts, **settings, "modes": modes, "bars": bars},
-    )
+    settings = common.settings(args, "ranks", "parameters", "rounds", "repeats")
+    common.write_result(args.json, "hook_overhead", machine, settings, modes, bars)
 
 
 if __name__ == "__main__":

@@ -166,8 +166,8 @@ def main() -> None:
     )
     common.add_variants(parser, VARIANTS)
     args = parser.parse_args()
-    facts = common.machine()
-    common.tell_machine(facts)
+    machine = common.machine()
+    common.tell_machine(machine)
 
     results = {name: measure(name, args.ranks, args.layers, args.side) for name in args.variants}
     nbytes = gradient_bytes(args.layers, args.side)
@@ -176,22 +176,13 @@ def main() -> None:
         ("", *COLUMNS.values()),
         [(name, *(f"{value:.3f}" for value in told.values())) for name, told in results.items()],
     )
-    value = results[common.RANKSTEP]["in_use"] if common.RANKSTEP in results else None
-    bars = [common.Bar("rankstep: in use after a step, in gradient bytes", 1.05, value)]
+    tables = {"memory": common.Table(results, None, {"gradient_bytes": nbytes})}
+    place = ("memory", common.RANKSTEP, "in_use")
+    what = "rankstep: in use after a step, in gradient bytes"
+    bars = [common.bar_at(what, 1.05, tables, place)] if common.RANKSTEP in results else []
     common.tell_bars(bars)
-    common.write_json(
-        args.json,
-        {
-            "benchmark": "memory",
-            "machine": facts,
-            "ranks": args.ranks,
-            "layers": args.layers,
-            "side": args.side,
-            "gradient_bytes": nbytes,
-            "variants": results,
-            "bars": bars,
-        },
-    )
+    settings = common.settings(args, "ranks", "layers", "side")
+    common.write_result(args.json, "memory", machine, settings, tables, bars)
 
 
 if __name__ == "__main__":

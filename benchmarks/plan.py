@@ -105,8 +105,8 @@ def main() -> None:
     )
     args = parser.parse_args()
     common.require_quiet(args.ranks, allow_busy=args.allow_busy)
-    facts = common.machine()
-    common.tell_machine(facts)
+    machine = common.machine()
+    common.tell_machine(machine)
 
     results, bars = {}, []
     for model in step.MODELS if args.model == "all" else [args.model]:
@@ -114,12 +114,9 @@ def main() -> None:
         rounds = common.Rounds.of([own["rounds"] for own in told], statistics.median)
         first = told[0]
         own = figures(rounds, kept(first["forecasts"], rounds))
-        results[model] = {
-            "variants": own,
-            "forecasts": first["forecasts"],
-            "way": first["way"],
-            "rounds": rounds.told(),
-        }
+        results[model] = common.Table(
+            own, rounds.told(), {"way": first["way"], "forecasts": first["forecasts"]}
+        )
         print(f"\n{model}, {first['way']}, the last round's plan: {first['plan']}")
         common.tell_table(
             f"{model}: one step, {common.ranks(args.ranks)}",
@@ -143,18 +140,8 @@ def main() -> None:
             common.Bar(f"{model}: largest error for other caps, {worst}", BAR, error(own[worst]))
         )
     common.tell_bars(bars)
-    common.write_json(
-        args.json,
-        {
-            "benchmark": "plan",
-            "machine": facts,
-            "ranks": args.ranks,
-            "rounds": args.rounds,
-            "repeats": args.repeats,
-            "models": results,
-            "bars": bars,
-        },
-    )
+    settings = common.settings(args, "model", "ranks", "rounds", "repeats")
+    common.write_result(args.json, "plan", machine, settings, results, bars)
 
 
 if __name__ == "__main__":

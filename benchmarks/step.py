@@ -183,13 +183,12 @@ def job(model: str, names: list[str], rounds: int, repeats: int) -> list:
     return common.take_turns(trials, rounds, repeats)
 
 
-def figures(rounds: common.Rounds) -> dict:
+def figures(model: str, rounds: common.Rounds) -> common.Table:
     """All that is told about one model."""
     tuned = [name for name in rounds.wall if name.startswith("torch")]
     best = min(tuned, key=lambda name: statistics.median(rounds.wall[name]))
-    return {
-        "torch_best": best,
-        "variants": {
+    return common.Table(
+        {
             name: {
                 "wall_ms": common.Spread.of(value * MS for value in each),
                 "cpu_ms_per_rank": common.Spread.of(value * MS for value in rounds.cpu[name]),
@@ -199,8 +198,26 @@ def figures(rounds: common.Rounds) -> dict:
             }
             for name, each in rounds.wall.items()
         },
-        "rounds": rounds.told(),
-    }
+        rounds.told(),
+        gradients(model) | {"torch_best": best},
+    )
+
+
+def gradients(model: str) -> dict:
+    """Say how many there are of a model, and of how many bytes."""
+    params = list(MODELS[model]().parameters())
+    return {"tensors": len(params), "gradient_bytes": sum(param.nbytes for param in params)}
+
+
+def bar_of(model: str, table: common.Table, name: str, limit: float) -> common.Bar:
+    """What a variant's step must not exceed."""
+    own = "sharded step" if name == SHARDED else "step"
+    return common.bar_at(
+        f"{model}: {own} as a share of torch default's",
+        limit,
+        {model: table},
+        (model, name, "ratio_to_torch_default"),
+    )
 
 
 def main() -> None:
@@ -218,19 +235,18 @@ def main() -> None:
     # Ratios are to torch as it comes, so it always takes part.
     names = [name for name in WRAPPERS if name in {*args.variants, common.TORCH}]
     common.require_quiet(args.ranks, allow_busy=args.allow_busy)
-    facts = common.machine()
-    common.tell_machine(facts)
+    machine = common.machine()
+    common.tell_machine(machine)
 
     results, bars = {}, []
     for model in MODELS if args.model == "all" else [args.model]:
         told = common.on_ranks(args.ranks, job, model, names, args.rounds, args.repeats)
         rounds = common.Rounds.of(told, statistics.median)
-        results[model] = result = figures(rounds)
-        params = list(MODELS[model]().parameters())
-        nbytes = sum(param.nbytes for param in params)
+        results[model] = result = figures(model, rounds)
+        facts = result.facts
         common.tell_table(
-            f"{model}: {nbytes / MB:.1f} MB in {len(params)} tensors, {common.ranks(args.ranks)}, one step; "
-            f"quickest torch: {result['torch_best'].removeprefix('torch ')}",
+            f"{model}: {facts['gradient_bytes'] / MB:.1f} MB in {facts['tensors']} tensors, "
+            f"{common.ranks(args.ranks)}, one step; quickest torch: {facts['torch_best'].removeprefix('torch ')}",
             (
                 "",
                 "wall ms",
@@ -248,37 +264,15 @@ def main() -> None:
                     common.cell(own["ratio_to_torch_best"], ".3f"),
                     common.cell(own["ratio_to_local"], ".3f"),
                 )
-                for name, own in result["variants"].items()
+                for name, own in result.variants.items()
             ],
         )
         common.tell_rounds(rounds)
-        if common.RANKSTEP in names:
-            ratio = result["variants"][common.RANKSTEP]["ratio_to_torch_default"]
-            value = ratio.median if ratio is not None else None
-            bars.append(common.Bar(f"{model}: step as a share of torch default's", BAR, value))
-        if SHARDED in names:
-            ratio = result["variants"][SHARDED]["ratio_to_torch_default"]
-            value = ratio.median if ratio is not None else None
-            bars.append(
-                common.Bar(
-                    f"{model}: sharded step as a share of torch default's",
-                    SHARDED_BARS[model],
-                    value,
-                )
-            )
+        limits = {common.RANKSTEP: BAR, SHARDED: SHARDED_BARS[model]}
+        bars += [bar_of(model, result, name, limits[name]) for name in names if name in limits]
     common.tell_bars(bars)
-    common.write_json(
-        args.json,
-        {
-            "benchmark": "step",
-            "machine": facts,
-            "ranks": args.ranks,
-            "rounds": args.rounds,
-            "repeats": args.repeats,
-            "models": results,
-            "bars": bars,
-        },
-    )
+    settings = common.settings(args, "model", "ranks", "rounds", "repeats")
+    common.write_result(args.json, "step", machine, settings, results, bars)
 
 
 if __name__ == "__main__":

@@ -83,8 +83,8 @@ def main() -> None:
     )
     args = parser.parse_args()
     common.require_quiet(args.ranks, allow_busy=args.allow_busy)
-    facts = common.machine()
-    common.tell_machine(facts)
+    machine = common.machine()
+    common.tell_machine(machine)
     models, bars = {}, []
     for name in step.MODELS if args.model == "all" else [args.model]:
         told = common.on_ranks(args.ranks, job, name, args.rounds, args.repeats)
@@ -92,26 +92,27 @@ def main() -> None:
         ratio = common.paired(rounds.wall[ON], rounds.wall[OFF])
         cpu = common.paired(rounds.cpu[ON], rounds.cpu[OFF])
         recorded = args.rounds * (args.repeats + 1)
-        models[name] = {
-            "tensors": told[0]["tensors"],
-            "bytes_per_step": told[0]["bytes"] / recorded,
-            "wall_ms": {
-                v: common.Spread.of(s * MS for s in each) for v, each in rounds.wall.items()
+        wall_ms = {v: common.Spread.of(s * MS for s in each) for v, each in rounds.wall.items()}
+        bytes_per_step = told[0]["bytes"] / recorded
+        models[name] = common.Table(
+            {
+                OFF: {"wall_ms": wall_ms[OFF]},
+                ON: {"wall_ms": wall_ms[ON], "ratio_to_off": ratio, "cpu_ratio_to_off": cpu},
             },
-            "ratio": ratio,
-            "cpu_ratio": cpu,
-            "rounds": rounds.told(),
-        }
-        bars.append(common.Bar(f"{name}: step with the recorder on / off", BAR, ratio.median))
+            rounds.told(),
+            {"tensors": told[0]["tensors"], "bytes_per_step": bytes_per_step},
+        )
+        what = f"{name}: step with the recorder on / off"
+        bars.append(common.bar_at(what, BAR, models, (name, ON, "ratio_to_off")))
         common.tell_table(
             f"{name}: {told[0]['tensors']} tensors, {common.ranks(args.ranks)}; "
-            f"{models[name]['bytes_per_step']:.0f} bytes recorded per step",
+            f"{bytes_per_step:.0f} bytes recorded per step",
             ("", "ms", "of off", "CPU of off"),
             [
-                (OFF, common.cell(models[name]["wall_ms"][OFF]), "1", "1"),
+                (OFF, common.cell(wall_ms[OFF]), "1", "1"),
                 (
                     ON,
-                    common.cell(models[name]["wall_ms"][ON]),
+                    common.cell(wall_ms[ON]),
                     common.cell(ratio, ".4f"),
                     common.cell(cpu, ".4f"),
                 ),
@@ -119,11 +120,8 @@ def main() -> None:
         )
         common.tell_rounds(rounds)
     common.tell_bars(bars)
-    settings = {key: getattr(args, key) for key in ("ranks", "rounds", "repeats")}
-    common.write_json(
-        args.json,
-        {"benchmark": "tracing", "machine": facts, **settings, "models": models, "bars": bars},
-    )
+    settings = common.settings(args, "model", "ranks", "rounds", "repeats")
+    common.write_result(args.json, "tracing", machine, settings, models, bars)
 
 
 if __name__ == "__main__":
