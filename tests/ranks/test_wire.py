@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import itertools
 import math
@@ -21,7 +22,7 @@ from rankstep.collectives import C10dCommunicator, communicator_for, wire
 from rankstep.collectives.wire import Wire
 from rankstep.collectives.wired import all_reduce_with_tail
 from rankstep.errors import CommunicationError, ModelError, ModelMismatchError, ModelTypeError
-from rankstep.testing import assert_bitwise_equal, assert_same_on_all
+from rankstep.testing import assert_bitwise_equal, assert_close_to, assert_same_on_all
 
 HALVES = (torch.bfloat16, torch.float16)
 NUMELS = (0, 1, 2, 63, 1000)
@@ -124,6 +125,38 @@ def test_float64_keeps_its_range_and_other_dtypes_their_bits(ranks, wire_dtype):
     assert_same_on_all(results)
     assert_bitwise_equal(results[0], expected(tensors, wire_dtype))
     assert bool(torch.isfinite(results[0]).all())
+
+
+def packed(me):
+    """Sums of gradients, of numbers that no code makes shorter, and of what is no number."""
+    generator = torch.Generator().manual_seed(me.rank)
+    wild = torch.randint(1, 255, (700, 4), dtype=torch.uint8, generator=generator)
+    wild[:, 3] = wild[:, 3] & 0xBF  # below 2, and of all orders of magnitude
+    edge = torch.tensor([math.nan, math.inf, -0.0, 1e-45, 3e38])
+    made = [values(me.rank, numel) for numel in NUMELS]
+    made += [values(me.rank, 300, torch.float64), wild.view(torch.float32).flatten()]
+    made.append(edge if me.rank == 0 else torch.zeros(5))
+    terms = [tensor.clone() for tensor in made]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "PIECE_NUMEL", 256)
+        works = [wire_of(wire.PACKED).all_reduce(tensor) for tensor in made]
+        seconds = sum(len(work._rests) for work in works)
+        for work in works:
+            work.wait()
+    return terms, made, seconds
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_packed_sums_are_exact(ranks, world):
+    results = ranks(world).run(packed)
+    assert_same_on_all([made for _, made, _ in results])
+    for i, result in enumerate(results[0][1]):
+        total = results[0][0][i]
+        for terms, _, _ in results[1:]:
+            total = total + terms[i]
+        assert_bitwise_equal(result, total)
+    # The wild ones need second messages.
+    assert all(seconds > 0 for _, _, seconds in results)
 
 
 EDGES = {
@@ -278,6 +311,27 @@ def test_a_model_trains_and_its_replicas_stay_equal(ranks, world, wire_dtype):
         assert counts == [0] + [world] * 6
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_packed_model_trains_as_a_plain_one(ranks, world):
+    # Of three ranks, gloo adds the terms of some parts in another order.
+    results = ranks(world).run(train, wire.PACKED)
+    plain = ranks(world).run(train, None)
+    assert_same_on_all([(grads, weights) for grads, weights, _, _ in results])
+    compare = assert_bitwise_equal if world == 2 else functools.partial(assert_close_to, rel=1e-6)
+    compare(list(results[0][1].values()), list(plain[0][1].values()))
+    for _, _, reductions, counts in results:
+        assert reductions == [3] * world
+        assert counts == [0] + [world] * 6
+
+
+def packed_on_two_hosts_of_two(me):
+    return (
+        train(me, wire.PACKED, ranks_per_host=2)[1],
+        train(me, None, ranks_per_host=2)[1],
+        train(me, torch.bfloat16, ranks_per_host=2)[1],
+    )
+
+
 def behind_the_gradients(me):
     """A number that no half could hold, put where a flag of the trailer is summed."""
     with hosts_apart(me) as group:
@@ -319,10 +373,10 @@ def test_weights_of_the_mean_are_exact(ranks):
     assert torch.allclose(exact[0], torch.ones(1, 2), rtol=1e-6)
 
 
-def measured(me):
+def measured(me, wire_dtype):
     with hosts_apart(me) as group:
         model = net()
-        wrapped = DistributedDataParallel(model, process_group=group, wire_dtype=torch.float16)
+        wrapped = DistributedDataParallel(model, process_group=group, wire_dtype=wire_dtype)
         for step in range(3):
             wrapped.zero_grad()
             wrapped(batch(me.rank, step)).square().mean().backward()
@@ -338,7 +392,7 @@ def measured(me):
 
 
 def test_the_error_is_measured_against_the_exact_sum(ranks):
-    results = ranks(2).run(measured)
+    results = ranks(2).run(measured, torch.float16)
     for l2, largest, extra, text in results:
         assert 1e-5 < l2 < 2**-10
         assert 1e-6 < largest < 2**-9
@@ -346,6 +400,9 @@ def test_the_error_is_measured_against_the_exact_sum(ranks):
         assert text.startswith("float16 on the wire: relative L2 error ")
         assert "0.0 MB in " in text
     assert results[0][:2] == results[1][:2]
+    for l2, largest, _, text in ranks(2).run(measured, wire.PACKED):
+        assert (l2, largest) == (0.0, 0.0)
+        assert text.startswith("packed on the wire: relative L2 error 0.00e+00")
 
 
 def shared_memory(me):
@@ -415,7 +472,7 @@ def refusals(me):
 def test_what_makes_no_sense_is_refused_by_name(ranks):
     for told in ranks(2).run(refusals):
         assert "wire_dtype=torch.int8" in told["dtype"]
-        assert "torch.bfloat16 or torch.float16" in told["dtype"]
+        assert 'torch.bfloat16 or torch.float16, or without loss as "packed"' in told["dtype"]
         assert "wire_dtype='bf16'" in told["word"]
         assert "reduce_dtype=torch.bfloat16" in told["mixed"]
         assert "communication hook" in told["hook"]
@@ -493,3 +550,12 @@ def test_only_what_leaves_the_host_is_rounded(ranks):
         assert exact.numel() == 1 or not torch.equal(mine, exact)
     for name, weight in weights.items():
         assert torch.allclose(weight, exact_weights[name], rtol=0.02, atol=1e-3)
+
+
+def test_between_hosts_nothing_is_rounded_by_packing(ranks):
+    results = ranks(4).run(packed_on_two_hosts_of_two)
+    assert_same_on_all([weights for weights, _, _ in results])
+    packed_weights, plain, halves = results[0]
+    assert_bitwise_equal(packed_weights, plain)
+    # Twin: bfloat16 goes the same way, and is rounded.
+    assert any(not torch.equal(halves[name], plain[name]) for name in plain)

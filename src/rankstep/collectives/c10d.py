@@ -13,6 +13,7 @@ from rankstep.collectives.lookout import Lookout, watched
 if TYPE_CHECKING:
     from rankstep.collectives.communicator import Pending
     from rankstep.collectives.direct import Direct
+    from rankstep.collectives.wire import WireType
 
 SMALL_BYTES = 64 * 1024
 """An all-gather of less is left to gloo: it is one message for each rank either way."""
@@ -102,8 +103,8 @@ class C10dCommunicator:
             self._direct = Direct(lane_of(self._known_as()), self._marks)
         return self._direct
 
-    def all_reduce_in(self, tensor: torch.Tensor, dtype: torch.dtype) -> Pending:
-        """Start a sum that travels in a half type, in place; the same bits on all ranks. See ``wire.py``.
+    def all_reduce_in(self, tensor: torch.Tensor, dtype: WireType) -> Pending:
+        """Start a sum that travels in a half type or packed, in place; the same bits on all ranks. See ``wire.py``.
 
         Args:
             tensor: Of float32 or float64, on the CPU, contiguous; :meth:`can_go_direct`.

@@ -1,8 +1,9 @@
-"""An all-reduce that sends halves: float32 becomes bfloat16 or float16 for the way, and sums are taken in float32.
+"""An all-reduce that sends fewer bytes: float32 becomes bfloat16 or float16 for the way, or is packed without loss.
 
 Every rank owns a part of the tensor. It gets the others' rounded versions of that part, adds them to its own in rank
-order, rounds the sum once and sends it back, so that all ranks end with the same bits. Everything goes piece by piece:
-while one is on its way, the next is converted, and the one before is summed.
+order and in full precision, rounds the sum once and sends it back, so that all ranks end with the same bits. Everything
+goes piece by piece: while one is on its way, the next is converted, and the one before is summed. Pieces without loss
+(``planes.py``) go the same way, and nothing is rounded.
 
 Note [Scales]
     float16 ends at 65504 and is coarse below 6e-5. Each piece is therefore multiplied by a power of two that puts its
@@ -29,6 +30,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rankstep.collectives.patrol import patrol
+from rankstep.collectives.planes import PackedPiece
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,6 +45,12 @@ PIECE_NUMEL = 128 * 1024
 
 DTYPES = (torch.bfloat16, torch.float16)
 """What may travel."""
+
+PACKED = "packed"
+"""Said instead: the numbers as they are, in fewer bytes."""
+
+WireType = torch.dtype | str
+"""One of :data:`DTYPES`, or :data:`PACKED`."""
 
 FULL_DTYPES = (torch.float32, torch.float64)
 """What is converted; other tensors travel as they are."""
@@ -63,6 +71,9 @@ class Piece:
 
     __slots__ = ("body", "head", "message")
 
+    rest = None
+    lossless = False
+
     def __init__(self, memory: torch.Tensor, numel: int) -> None:
         self.message = memory[: _HEAD_NUMEL + numel]
         self.head = memory[:_HEAD_NUMEL].view(torch.float64)
@@ -77,6 +88,9 @@ class Piece:
         self.head[0] = scale
         self.body.copy_(full if scale == 1.0 else full * scale)
 
+    def missing(self) -> None:
+        """There is never a second message."""
+
     def unpack(self, into: torch.Tensor) -> None:
         """Convert this piece back."""
         into.copy_(self.body)
@@ -87,6 +101,27 @@ class Piece:
         """Add this piece, in the precision of ``total``."""
         scaled = _scales(total.dtype, self.body.dtype)
         total.add_(self.body, alpha=1.0 / self.head.item() if scaled else 1.0)
+
+
+AnyPiece = Piece | PackedPiece
+
+
+def wire_bytes(tensor: torch.Tensor, dtype: WireType) -> int:
+    """How many bytes numbers like these are on the wire."""
+    if not isinstance(dtype, str):
+        return tensor.numel() * dtype.itemsize
+    total = 0
+    for full in tensor.detach().view(-1).split(PIECE_NUMEL) if tensor.numel() else ():
+        room = PackedPiece.room_bytes(full.numel(), full.dtype)
+        piece = PackedPiece(torch.empty(room, dtype=torch.uint8), full.numel(), full.dtype)
+        piece.pack(full)
+        total += room + (0 if piece.rest is None else piece.rest.nbytes)
+    return total
+
+
+def name_of(dtype: WireType) -> str:
+    """As people write it."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _scales(full: torch.dtype, wire: torch.dtype) -> bool:
@@ -113,15 +148,15 @@ def _largest(full: torch.Tensor) -> float:
 
 
 class Wire:
-    """All-reduces in a half type among the ranks of one lane.
+    """All-reduces in a half type, or packed, among the ranks of one lane.
 
     Args:
         lane: Carries the messages.
         lookout: Of the communicator on whose behalf this is.
-        dtype: One of :data:`DTYPES`.
+        dtype: In which numbers travel.
     """
 
-    def __init__(self, lane: Lane, lookout: Lookout, dtype: torch.dtype) -> None:
+    def __init__(self, lane: Lane, lookout: Lookout, dtype: WireType) -> None:
         self.lane = lane
         self.lookout = lookout
         self.dtype = dtype
@@ -153,13 +188,16 @@ class WireWork:
         parts = tensor.tensor_split(lane.world_size)
         self._parts = [part.split(PIECE_NUMEL) if part.numel() else () for part in parts]
         self._borrowed: list[torch.Tensor] = []
+        self._rests: list[torch.Tensor] = []
         # What leaves for each peer, and what each of them sends for this rank's own part.
         self._out = {peer: self._pieces(parts[peer]) for peer in lane.peers}
         self._in = {peer: self._pieces(parts[lane.rank]) for peer in lane.peers}
         count = max(map(len, self._parts))
-        full, half = (str(dtype).removeprefix("torch.") for dtype in (tensor.dtype, wire.dtype))
-        tags = lane.tags(2 * count, f"the sum of {tensor.numel()} elements of {full} as {half}")
-        self._there, self._back = tags[:count], tags[count:]
+        full, half = name_of(tensor.dtype), name_of(wire.dtype)
+        tags = lane.tags(4 * count, f"the sum of {tensor.numel()} elements of {full} as {half}")
+        self._there, self._back = tags[:count], tags[count : 2 * count]
+        # Second messages, where there are any.
+        self._rest_of = dict(zip(self._there + self._back, tags[2 * count :], strict=True))
         self._sends: list[dist.Work] = []
         self._terms = [
             [lane.receive(self._in[peer][i].message, peer, self._there[i]) for peer in lane.peers]
@@ -180,18 +218,43 @@ class WireWork:
         adding, taking = lane.couriers
         adding.send(lambda: self._carry_on(self._add, lambda: taking.send(self._last_leg)))
 
-    def _pieces(self, part: torch.Tensor) -> list[Piece]:
+    def _pieces(self, part: torch.Tensor) -> list[AnyPiece]:
         """Memory for the messages of one part."""
         numels = [PIECE_NUMEL] * (part.numel() // PIECE_NUMEL)
         if part.numel() % PIECE_NUMEL:
             numels.append(part.numel() % PIECE_NUMEL)
+        wire_dtype = self._wire.dtype
+        if isinstance(wire_dtype, str):
+            rooms = [PackedPiece.room_bytes(numel, part.dtype) for numel in numels]
+            memory = self._borrow(sum(rooms), torch.uint8)
+            return [
+                PackedPiece(room, numel, part.dtype)
+                for room, numel in zip(memory.split(rooms), numels, strict=True)
+            ]
         rooms = [_HEAD_NUMEL + -(-numel // _HEAD_NUMEL) * _HEAD_NUMEL for numel in numels]
-        memory = self._lane.borrow(sum(rooms), self._wire.dtype)
-        self._borrowed.append(memory)
+        memory = self._borrow(sum(rooms), wire_dtype)
         return [Piece(room, numel) for room, numel in zip(memory.split(rooms), numels, strict=True)]
 
-    def _send(self, piece: Piece, peer: int, tag: int) -> None:
-        self._sends.append(self._lane.send(piece.message, peer, tag))
+    def _borrow(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        memory = self._lane.borrow(numel, dtype)
+        self._borrowed.append(memory)
+        return memory
+
+    def _send(self, piece: AnyPiece, peer: int, tag: int) -> None:
+        messages = [(piece.message, tag)]
+        if piece.rest is not None:
+            messages.append((piece.rest, self._rest_of[tag]))
+            # The piece may be packed anew before it has left.
+            self._rests.append(piece.rest)
+        for message, its_tag in messages:
+            self._sends.append(self._lane.send(message, peer, its_tag))
+
+    def _take(self, work: dist.Work, piece: AnyPiece, peer: int, tag: int) -> None:
+        """Wait for a piece."""
+        work.wait()
+        rest = piece.missing()
+        if rest is not None:
+            self._lane.receive(rest, peer, self._rest_of[tag]).wait()
 
     # ---------------------------------------------------------------- in the couriers' threads
 
@@ -212,10 +275,10 @@ class WireWork:
         lane = self._lane
         own_pieces = self._parts[lane.rank]
         for i, works in enumerate(self._terms):
-            for work in works:
-                work.wait()
             own = own_pieces[i]
             terms = {peer: self._in[peer][i] for peer in lane.peers}
+            for peer, work in zip(lane.peers, works, strict=True):
+                self._take(work, terms[peer], peer, self._there[i])
             if lane.rank > 1:
                 before = torch.empty_like(own)
                 terms[0].unpack(before)
@@ -231,18 +294,20 @@ class WireWork:
             rounded.pack(own)
             for peer in lane.peers:
                 self._send(rounded, peer, self._back[i])
-            rounded.unpack(own)
+            if not rounded.lossless:
+                rounded.unpack(own)
 
     def _take_in(self) -> None:
         """Take the other ranks' sums as they arrive."""
         for work, peer, i in self._results:
-            work.wait()
+            self._take(work, self._out[peer][i], peer, self._back[i])
             self._out[peer][i].unpack(self._parts[peer][i])
         for work in self._sends:
             work.wait()
         for memory in self._borrowed:
             self._lane.give_back(memory)
         self._borrowed, self._terms, self._results, self._sends = [], [], [], []
+        self._rests = []
 
     # ---------------------------------------------------------------- in the caller's thread
 

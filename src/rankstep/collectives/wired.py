@@ -1,4 +1,4 @@
-"""A communicator whose all-reduces send halves, and a report of what that loses and gains."""
+"""A communicator whose all-reduces send fewer bytes, and a report of what that loses and gains."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rankstep.collectives.wire import FULL_DTYPES
+from rankstep.collectives.wire import FULL_DTYPES, WireType, name_of, wire_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 class WireReport:
     """What one step's gradients lose on the wire, against the exact sum, and the time that it saves.
 
-    Every all-reduce was run twice, one after the other and nothing else meanwhile: as it is, and with halves. The error
-    is the same on every rank; the times are this rank's.
+    Every all-reduce was run twice, one after the other and nothing else meanwhile: as it is, and with fewer bytes. The
+    error is the same on every rank; the times are this rank's.
 
     Attributes:
-        dtype: On the wire.
+        dtype: On the wire, or "packed".
         numel: How many elements were reduced.
         exact_bytes: What they take as they are.
         wire_bytes: What they take on the wire.
         exact_ms: How long their exact all-reduces took.
-        wire_ms: How long those with halves took.
+        wire_ms: How long those with fewer bytes took.
         largest_difference: Between an element of the result and that of the exact one.
         largest: Magnitude of an element of the exact result.
     """
 
-    dtype: torch.dtype
+    dtype: WireType
     numel: int = 0
     exact_bytes: int = 0
     wire_bytes: int = 0
@@ -62,7 +62,7 @@ class WireReport:
         """Take in the two results of one all-reduce."""
         self.numel += exact.numel()
         self.exact_bytes += exact.nbytes
-        self.wire_bytes += exact.numel() * self.dtype.itemsize
+        self.wire_bytes += wire_bytes(exact, self.dtype)
         if exact.numel():
             difference = (rounded.double() - exact.double()).abs()
             self._squares[0] += difference.square().sum().item()
@@ -71,26 +71,25 @@ class WireReport:
             self.largest = max(self.largest, exact.abs().max().item())
 
     def __str__(self) -> str:
-        name = str(self.dtype).removeprefix("torch.")
         return (
-            f"{name} on the wire: relative L2 error {self.relative_l2:.2e}, largest difference "
+            f"{name_of(self.dtype)} on the wire: relative L2 error {self.relative_l2:.2e}, largest difference "
             f"{self.relative_largest:.2e} of the largest gradient; {self.wire_bytes / 1e6:.1f} MB in {self.wire_ms:.1f} ms "
             f"instead of {self.exact_bytes / 1e6:.1f} MB in {self.exact_ms:.1f} ms"
         )
 
 
 class WiredCommunicator:
-    """Another communicator whose all-reduces of float32 and float64 CPU tensors travel in a half type.
+    """Another communicator whose all-reduces of float32 and float64 CPU tensors travel in fewer bytes.
 
     Args:
         inner: Does everything else; its ranks must be able to exchange messages directly.
-        dtype: On the wire.
+        dtype: On the wire, or "packed".
 
     Attributes:
         exact: Reduces what must arrive to the last bit.
     """
 
-    def __init__(self, inner: C10dCommunicator, dtype: torch.dtype) -> None:
+    def __init__(self, inner: C10dCommunicator, dtype: WireType) -> None:
         self.exact = inner
         self.dtype = dtype
         self._report: WireReport | None = None
@@ -148,8 +147,7 @@ class WiredCommunicator:
         return work
 
     def __repr__(self) -> str:
-        name = str(self.dtype).removeprefix("torch.")
-        return f"WiredCommunicator({name} over {self.exact!r})"
+        return f"WiredCommunicator({name_of(self.dtype)} over {self.exact!r})"
 
 
 def all_reduce_with_tail(

@@ -57,7 +57,7 @@ class Upkeep(TorchSurface, Joinable):
     _authoritative_rank: int
     buffer_source: int
     _optimizers: OptimizersInBackward | None
-    wire_dtype: torch.dtype | None
+    wire_dtype: torch.dtype | str | None
 
     def settled(self, *, gave: bool) -> None:
         """A backward's gradients are in place: step optimizers that belong into backward, sync buffers."""

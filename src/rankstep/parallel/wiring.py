@@ -1,4 +1,4 @@
-"""The option that gradients travel in a smaller dtype than they are kept in."""
+"""The option that gradients travel in fewer bytes than they are kept in."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from rankstep.collectives import C10dCommunicator
-from rankstep.collectives.wire import DTYPES
+from rankstep.collectives.wire import DTYPES, PACKED, WireType
 from rankstep.collectives.wired import WiredCommunicator, WireReport
 from rankstep.errors import ModelError, ModelTypeError
 from rankstep.parallel.mixed import CastingCommunicator
@@ -24,16 +24,17 @@ _ADVICE = (
 )
 
 
-def checked(wire_dtype: Any, mixed_precision: Any) -> torch.dtype | None:
-    """The dtype in which gradients travel; None: their own.
+def checked(wire_dtype: Any, mixed_precision: Any) -> WireType | None:
+    """The dtype in which gradients travel; "packed": without loss; None: as they are.
 
     Raises:
         ModelTypeError: It is none that can travel, or mixed precision names one as well.
     """
-    if wire_dtype is not None and wire_dtype not in DTYPES:
+    if wire_dtype is not None and wire_dtype not in (*DTYPES, PACKED):
         names = " or ".join(map(str, DTYPES))
         raise ModelTypeError(
-            f"wire_dtype={wire_dtype!r}: gradients travel as {names}; leave it out to send them as they are"
+            f'wire_dtype={wire_dtype!r}: gradients travel as {names}, or without loss as "{PACKED}"; leave it out to send '
+            "them as they are"
         )
     reduce_dtype = getattr(mixed_precision, "reduce_dtype", None)
     if wire_dtype is not None and reduce_dtype is not None:
@@ -46,7 +47,7 @@ def checked(wire_dtype: Any, mixed_precision: Any) -> torch.dtype | None:
 
 def for_gradients(
     comm: Communicator,
-    wire_dtype: torch.dtype | None,
+    wire_dtype: WireType | None,
     mixed_precision: Any,
     device: torch.device,
     *,
@@ -56,7 +57,7 @@ def for_gradients(
 
     Args:
         comm: Does everything else.
-        wire_dtype: Of gradients on their way; None: their own.
+        wire_dtype: Of gradients on their way, or "packed"; None: their own.
         mixed_precision: torch's ``_MixedPrecision``, or None.
         device: Of the gradients.
         together: All ranks are here and may open connections now; otherwise the first reduction does it.
@@ -86,7 +87,7 @@ def measuring(comm: Communicator) -> Iterator[WireReport]:
     if not isinstance(comm, WiredCommunicator):
         raise ModelError(
             f"rank {comm.rank}: gradients travel as they are, so nothing is lost. Wrap the module with "
-            "wire_dtype=torch.bfloat16 or torch.float16 to measure what that costs and saves"
+            'wire_dtype=torch.bfloat16 or torch.float16, or "packed", to measure what that costs and saves'
         )
     with comm.measuring() as report:
         yield report
