@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rankstep import DistributedDataParallel
-from rankstep.collectives import HostCommunicator, communicator_for, neighbours
+from rankstep.collectives import HostCommunicator, communicator_for, neighbours, shm
 from rankstep.collectives.hub import MAX_OPEN
 from rankstep.collectives.posts import DTYPES
 from rankstep.collectives.slices import CHUNK_BYTES, slices
@@ -205,14 +205,19 @@ def test_futures_tell_when_it_is_there(ranks):
 # ---------------------------------------------------------------- several hosts
 
 
-def hierarchical(me, hosts):
-    with fresh(RANKSTEP_HOST=hosts[me.rank]) as comm:
+def hierarchical(me, hosts, piece_bytes=None):
+    with fresh(RANKSTEP_HOST=hosts[me.rank]) as comm, pytest.MonkeyPatch.context() as patch:
+        if piece_bytes is not None:
+            patch.setattr(shm, "PIECE_BYTES", piece_bytes)
         found = {}
         for dtype in (torch.float32, torch.bfloat16, torch.int64):
             for numel in (1, 33, LONG):
                 tensor = comm.allocate(numel, dtype, CPU)
                 tensor.copy_(value(me.rank, numel, dtype))
-                comm.all_reduce(tensor).wait()
+                pending, ended = comm.all_reduce(tensor), []
+                pending.get_future().add_done_callback(lambda _, ended=ended: ended.append(1))
+                pending.wait()
+                assert len(ended) == 1
                 found[dtype, numel] = tensor.clone()
         # There is no memory that both hosts see; parts travel the group's own way.
         assert comm.shared(4, torch.float32) is None
@@ -234,6 +239,12 @@ def test_hosts_sum_inside_and_then_across(ranks, hosts):
             assert_close_to(total.double(), exact, rel=1e-2 if dtype is torch.bfloat16 else 1e-6)
         assert part.tolist() == [float(sum(range(world)) + world * rank)] * 3
     assert_same_on_all([list(found.values()) for _, found, _ in results])
+
+
+def test_a_long_tensor_goes_between_hosts_in_pieces(ranks):
+    whole = ranks(4).run(hierarchical, "aabb")
+    pieces = ranks(4).run(hierarchical, "aabb", 16384)
+    assert_same_on_all([list(found.values()) for _, found, _ in whole + pieces])
 
 
 def one_each(me):

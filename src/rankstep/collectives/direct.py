@@ -208,11 +208,11 @@ class Direct:
         parts = [part.detach() for part in parts]
         own = parts[lane.rank]
         into = own if into is None else into.detach()
-        chunks = [_chunks(part) for part in parts]
+        chunks = [chunks_of(part) for part in parts]
         tags = lane.tags(max(map(len, chunks)), _told("the sum of parts", parts))
-        targets = _chunks(into)
+        targets = chunks_of(into)
         scratch = [lane.borrow(own.numel(), own.dtype) for _ in lane.peers]
-        pieces = dict(zip(lane.peers, map(_chunks, scratch), strict=True))
+        pieces = dict(zip(lane.peers, map(chunks_of, scratch), strict=True))
         receives = [
             [lane.receive(pieces[peer][place], peer, tags[place]) for peer in lane.peers]
             for place in range(len(targets))
@@ -250,7 +250,7 @@ class Direct:
             RuntimeError: A connection is broken; also from ``wait``.
         """
         lane = self.lane
-        chunks = [_chunks(part.detach()) for part in parts]
+        chunks = [chunks_of(part.detach()) for part in parts]
         tags = lane.tags(max(map(len, chunks)), _told("the gathering of parts", parts))
         receives = [
             lane.receive(chunks[peer][place], peer, tags[place])
@@ -271,14 +271,18 @@ def _nothing() -> None:
 
 
 def _told(what: str, parts: Sequence[torch.Tensor]) -> str:
-    """A collective, in words; the sizes of many ranks as a checksum."""
-    sizes = ", ".join(str(part.numel()) for part in parts)
-    if len(parts) > _TOLD_PARTS:
-        sizes = f"{len(parts)} ranks ({zlib.crc32(sizes.encode()):08x})"
-    return f"{what} of {sizes} elements of {str(parts[0].dtype).removeprefix('torch.')}"
+    return f"{what} of {told([part.numel() for part in parts], parts[0].dtype)}"
 
 
-def _chunks(part: torch.Tensor) -> list[torch.Tensor]:
+def told(numels: Sequence[int], dtype: torch.dtype) -> str:
+    """The ranks' parts in words; the sizes of many ranks as a checksum."""
+    sizes = ", ".join(map(str, numels))
+    if len(numels) > _TOLD_PARTS:
+        sizes = f"{len(numels)} ranks ({zlib.crc32(sizes.encode()):08x})"
+    return f"{sizes} elements of {str(dtype).removeprefix('torch.')}"
+
+
+def chunks_of(part: torch.Tensor) -> list[torch.Tensor]:
     """The part in pieces of at most ``CHUNK_BYTES``; none of an empty one."""
     if not part.numel():
         return []

@@ -31,6 +31,7 @@ from rankstep.world import background
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from rankstep.collectives.bridge import Bridge
     from rankstep.collectives.lookout import Lookout
     from rankstep.collectives.neighbours import Meeting
 
@@ -58,12 +59,13 @@ class Hub:
         meeting: The ranks of this host, with sockets.
         timeout_s: A wait longer than this fails.
         start_crossing: Sums a slice over the hosts and returns the work; None: there is one host.
-        owners: How many ranks of each host own a slice: as many as the smallest host has. None: all.
+        bridge: Carries parts between the hosts; None: there is one host.
 
     Attributes:
         local: The ranks of this host.
         index: This rank's place among them.
         memory: Where tensors must lie.
+        bridge: To the other hosts.
         lookout: Is asked when a wait takes long.
         lock: Whoever holds it is at work here.
     """
@@ -74,13 +76,14 @@ class Hub:
         meeting: Meeting,
         timeout_s: float,
         start_crossing: Callable[[torch.Tensor], Any] | None = None,
-        owners: int | None = None,
+        bridge: Bridge | None = None,
     ) -> None:
         self.rank = rank
         self.local = meeting.layout.local
         self.index = self.local.index(rank)
         self.lookout: Lookout | None = None
-        self._owners = owners or len(self.local)
+        self.bridge = bridge
+        self._owners = meeting.layout.owners
         self._timeout_s = timeout_s
         self._start_crossing = start_crossing
         self.lock = threading.RLock()
@@ -184,7 +187,7 @@ class Hub:
                     break
                 self._do(operation)
             if operation.state is State.CROSSING and operation.arrived:
-                operation.crossing.wait()
+                self._end_crossing(operation)
                 self._spread(operation)
             if operation.state is State.DONE and not operation.missing:
                 operation.finish()
@@ -221,13 +224,25 @@ class Hub:
         operation.work = work
         with torch.no_grad():
             work.sum()
-        if work.crosses is not None and operation.cross is not None:
-            operation.crossing = operation.cross(work.crosses)
-            operation.state = State.CROSSING
-            wake = functools.partial(_arrived, operation, self._channels)
-            operation.crossing.get_future().add_done_callback(wake)
+        if work.start is not None:
+            wake = functools.partial(_carried, self._channels, weakref.ref(self))
+            operation.cross_over(work.start(), wake)
+        elif work.crosses is not None and operation.cross is not None:
+            operation.cross_over(operation.cross(work.crosses), self._channels.wake)
         else:
             self._spread(operation)
+
+    def _end_crossing(self, operation: Operation) -> None:
+        try:
+            operation.crossing.wait()
+        except RuntimeError as error:
+            raise self._given_up() or RuntimeError(_text(error)) from error
+
+    def _given_up(self) -> RankSkewError | None:
+        """Another rank may have broken it off because the ranks are out of step."""
+        if self.bridge is None or self.lookout is None:
+            return None
+        return self.lookout.given_up()
 
     def _spread(self, operation: Operation) -> None:
         with torch.no_grad():
@@ -245,23 +260,27 @@ class Hub:
             own_tensor.numel(),
             own_tensor.dtype,
         )
+        kind = operation.post.kind
         sizes = operation.sizes or slice_sizes(own_tensor.numel(), self._owners)
+        if own_tensor.dtype not in self._scratch:
+            self._scratch[own_tensor.dtype] = scratch_for(own_tensor.dtype)
+        scratch = self._scratch[own_tensor.dtype]
+        if self.bridge is not None and kind in (Kind.REDUCE_SCATTER, Kind.ALL_GATHER):
+            return self.bridge.prepare(kind, tensors, sizes, scratch)
         if self.index >= len(sizes) or not sizes[self.index]:
             return Work()
         parts = {rank: slices(tensors[rank], sizes)[self.index] for rank in sorted(tensors)}
         own = parts[self.rank]
         others = [part for rank, part in parts.items() if rank != self.rank]
-        kind = operation.post.kind
         if kind in (Kind.ALL_GATHER, Kind.BROADCAST):
             return Work(spread=Spreading(own, others))
-        if own.dtype not in self._scratch:
-            self._scratch[own.dtype] = scratch_for(own.dtype)
         crosses = kind is Kind.ALL_REDUCE and self._start_crossing is not None
         into = [own, *others] if kind is Kind.ALL_REDUCE and not crosses else [own]
         if not others:
             return Work(crosses=own)
-        summing = Summing(list(parts.values()), into, self._scratch[own.dtype])
-        return Work(summing, own, Spreading(own, others)) if crosses else Work(summing)
+        summing = Summing(list(parts.values()), into, scratch)
+        spread = Spreading(own, others)
+        return Work(summing, crosses=own, spread=spread) if crosses else Work(summing)
 
     def _tensor(self, position: int, post: Post) -> torch.Tensor:
         """The tensor that the peer at ``position`` has posted."""
@@ -282,7 +301,8 @@ class Hub:
 
     def _wait(self, operation: Operation) -> None:
         looks = self._spins
-        watch = Watch(self.lookout, self._timeout_s)
+        compare = None if self.bridge is None else self.bridge.compare
+        watch = Watch(self.lookout, self._timeout_s, compare)
         self._raise_broken()
         while True:
             self._advance()
@@ -302,14 +322,16 @@ class Hub:
         first = next((o for o in self._open if o.state is not State.FINISHED), operation)
         if first.state is State.POSTED:
             return [peer for peer in self.peers if first.number not in peer.posts]
-        if first.state is State.DONE:
-            return [peer for peer in self.peers if peer.rank in first.missing]
-        return []
+        missing = [peer for peer in self.peers if peer.rank in first.missing]
+        if first.state is State.CROSSING:
+            # It waits for another host, but without these it would wait for ever.
+            return [peer for peer in missing if peer.failed or peer.ended]
+        return missing if first.state is State.DONE else []
 
     def _raise_lost(self, awaited: Sequence[Peer]) -> None:
         for peer in awaited:
             if peer.failed:
-                raise RuntimeError(f"{peer} failed: {peer.failed}")
+                raise self._given_up() or RuntimeError(f"{peer} failed: {peer.failed}")
             if peer.ended:
                 raise RuntimeError(f"{peer} has ended")
 
@@ -323,9 +345,14 @@ class Hub:
         """Nothing can be exchanged any more: every later use repeats why, and the peers hear of it."""
         if self._broken is None:
             self._broken = error
-            # That is found by every rank for itself.
             if not isinstance(error, RankSkewError):
                 self._channels.send(failure(_text(error)))
+            elif self.bridge is not None and self.lookout is not None:
+                # On one host that is found by every rank for itself.
+                self.lookout.give_up(error)
+                self._channels.send(failure(_text(error)))
+            if self.bridge is not None:
+                self.bridge.close()
 
 
 def _text(error: BaseException) -> str:
@@ -339,10 +366,12 @@ def _announce(this: weakref.ref[Hub], number: int, fd: int, nbytes: int) -> None
             hub._channels.send(pack(Word.SEGMENT, number, nbytes=nbytes), fd)
 
 
-def _arrived(operation: Operation, channels: Channels, _: object) -> None:
-    """Called by a thread of gloo, before the work itself says that it has ended."""
-    operation.arrived = True
+def _carried(channels: Channels, this: weakref.ref[Hub]) -> None:
+    """Called by a courier: tell the peers at once, since they may wait while this rank computes."""
     channels.wake()
+    hub = this()
+    if hub is not None:
+        hub.look_after()
 
 
 def _look_after(this: weakref.ref[Hub], some_open: threading.Event, ended: threading.Event) -> None:

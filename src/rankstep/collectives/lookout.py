@@ -268,15 +268,17 @@ class WatchedWork:
             try:
                 done = self._work.wait(timedelta(seconds=min(LOOK_S, ALARM_S)))
             except RuntimeError:
-                if self._work.is_completed():
-                    raise
-                self._lookout.hear()
-                if time.monotonic() >= due_s:
-                    self._lookout.waited_long()
-                    due_s = time.monotonic() + CONFIRM_S
-            else:
-                self._lookout.came_through()
-                return done
+                if not self._work.is_completed():
+                    self._lookout.hear()
+                    if time.monotonic() >= due_s:
+                        self._lookout.waited_long()
+                        due_s = time.monotonic() + CONFIRM_S
+                    continue
+                # It has ended just behind the time-out of this look, as when a signal had stopped this process: its own
+                # result counts.
+                done = self._work.wait()
+            self._lookout.came_through()
+            return done
 
     def get_future(self) -> Any:
         """The work's future."""

@@ -51,6 +51,11 @@ class Layout:
         return self.hosts[self.host]
 
     @property
+    def owners(self) -> int:
+        """How many ranks of each host have their like on all other hosts: as many as the smallest one has."""
+        return min(map(len, self.hosts))
+
+    @property
     def several_share(self) -> bool:
         """Some host has more than one rank."""
         return any(len(ranks) > 1 for ranks in self.hosts)

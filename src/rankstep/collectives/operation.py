@@ -44,11 +44,13 @@ class Work:
     Attributes:
         sum: First.
         crosses: What is then summed over the hosts; None: nothing.
+        start: Starts what else goes between the hosts, and returns the work; None: nothing does.
         spread: Last.
     """
 
     sum: Callable[[], None] = _nothing
     crosses: torch.Tensor | None = None
+    start: Callable[[], Any] | None = None
     spread: Callable[[], None] = _nothing
 
 
@@ -116,6 +118,22 @@ class Operation:
         self._label = _Label(post.kind.name.lower()) if profiled else None
         self._future: torch.futures.Future[None] | None = None
 
+    def cross_over(self, crossing: Any, wake: Callable[[], None]) -> None:
+        """What goes between hosts is under way.
+
+        Args:
+            crossing: It.
+            wake: Called by some thread when it has ended; if that is one of gloo's, before the work itself says so.
+        """
+
+        def arrived(_: object) -> None:
+            self.arrived = True
+            wake()
+
+        self.crossing = crossing
+        self.state = State.CROSSING
+        crossing.get_future().add_done_callback(arrived)
+
     def finish(self) -> None:
         """The result is there."""
         self.state = State.FINISHED
@@ -153,11 +171,18 @@ class Watch:
     Args:
         ask: Knows where the other ranks wait; None: nobody to ask.
         timeout_s: Of the group.
+        compare: Raises if the hosts exchange different things; None: there is one.
     """
 
-    def __init__(self, ask: Lookout | None, timeout_s: float) -> None:
+    def __init__(
+        self,
+        ask: Lookout | None,
+        timeout_s: float,
+        compare: Callable[[], None] | None = None,
+    ) -> None:
         self._lookout = ask
         self._timeout_s = timeout_s
+        self._compare = compare
         self._began = time.monotonic()
         self._next_s = lookout.ALARM_S
         self._looked = False
@@ -181,7 +206,7 @@ class Watch:
         who = ", ".join(map(str, awaited)) or "another host"
         if waited_s >= self._timeout_s:
             raise RuntimeError(f"timed out after {waited_s:.0f} s of waiting for {who}")
-        self._looked = True
+        looked, self._looked = self._looked, True
         self._next_s = waited_s + lookout.CONFIRM_S
         stopped = [peer for peer in awaited if peer.stopped()]
         if stopped and not self._warned:
@@ -194,6 +219,9 @@ class Watch:
             )
         if self._lookout is not None:
             self._lookout.waited_long()
+        # Places are known by name, and told at the second look, so they come first.
+        if looked and self._compare is not None:
+            self._compare()
 
     def over(self) -> None:
         """The result is there."""

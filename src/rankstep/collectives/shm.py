@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from rankstep.collectives.bridge import Bridge
 from rankstep.collectives.c10d import C10dCommunicator
 from rankstep.collectives.direct import Lane
 from rankstep.collectives.hub import Hub
@@ -18,13 +19,17 @@ from rankstep.collectives.ledger import Ledger
 from rankstep.collectives.neighbours import SWITCH_VARIABLE, meet
 from rankstep.collectives.posts import DTYPES, Kind
 from rankstep.collectives.twin import backend_of, store_of, timeout_of
-from rankstep.collectives.wire import Wire
+from rankstep.collectives.wire import Wire, WireType
 from rankstep.errors import CommunicationError, SharedMemoryWarning
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rankstep.collectives.communicator import Communicator, Pending
+    from rankstep.collectives.operation import Operation
+
+PIECE_BYTES = 2 << 20
+"""Between hosts: while one piece travels, the next is summed inside the host, and the one before is spread there."""
 
 _PLACE = "rankstep/host"
 
@@ -50,9 +55,9 @@ class HostCommunicator(C10dCommunicator):
     """Sums CPU tensors in memory that the ranks of a host share; everything else goes the group's own way.
 
     With several hosts each local rank sums its slice with its like on the other hosts, in a group of its own, so that a
-    host's link carries each byte once. Tensors from :meth:`allocate` are summed where they lie, others by way of a copy.
-    ``RANKSTEP_SHARED_MEMORY=0`` on any rank turns it off for all; ``RANKSTEP_HOST`` tells hosts apart where the kernel
-    cannot (several network namespaces of one machine).
+    host's link carries each byte once; ``bridge.py`` does the same for parts. Tensors from :meth:`allocate` are summed
+    where they lie, others by way of a copy. ``RANKSTEP_SHARED_MEMORY=0`` on any rank turns it off for all;
+    ``RANKSTEP_HOST`` tells hosts apart where the kernel cannot (several network namespaces of one machine).
 
     Args:
         group: The process group, whose backend for CPU tensors is gloo; None takes the default one.
@@ -103,8 +108,8 @@ class HostCommunicator(C10dCommunicator):
             return super().all_reduce(tensor)
         return self._in_shared_memory(hub, tensor)
 
-    def all_reduce_in(self, tensor: torch.Tensor, dtype: torch.dtype) -> Pending:
-        """Start a sum over the group that is rounded only on its way between hosts."""
+    def all_reduce_in(self, tensor: torch.Tensor, dtype: WireType) -> Pending:
+        """Start a sum over the group that is rounded, or packed, only on its way between hosts."""
         hub = self._hub_for(tensor.device, tensor.dtype) if tensor.numel() else None
         if hub is None:
             return super().all_reduce_in(tensor, dtype)
@@ -115,9 +120,12 @@ class HostCommunicator(C10dCommunicator):
     def _in_shared_memory(
         self, hub: Hub, tensor: torch.Tensor, cross: Callable[[torch.Tensor], Any] | None = None
     ) -> Pending:
-        if hub.memory.place_of(tensor) is not None:
+        if hub.memory.place_of(tensor) is None:
+            return self._by_copy(hub, Kind.ALL_REDUCE, tensor, cross=cross)
+        if len(hub.local) == self.world_size or tensor.nbytes <= PIECE_BYTES:
             return hub.start(Kind.ALL_REDUCE, tensor, cross=cross)
-        return self._by_copy(hub, Kind.ALL_REDUCE, tensor, cross=cross)
+        pieces = tensor.view(-1).split(PIECE_BYTES // tensor.element_size())
+        return _All([hub.start(Kind.ALL_REDUCE, piece, cross=cross) for piece in pieces])
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Pending:
         """Start a broadcast; in shared memory once the ranks have met, where they are all on one host."""
@@ -153,10 +161,15 @@ class HostCommunicator(C10dCommunicator):
         return hub.start(kind, flat, sizes, back, cross)
 
     def reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor]) -> Pending:
-        """Start a reduce-scatter; in shared memory where the parts are slices of one tensor of :meth:`allocate`."""
+        """Start a reduce-scatter; in shared memory where the parts are slices of one tensor of :meth:`allocate`.
+
+        With several hosts the other ranks' parts are then overwritten with sums of this host's.
+        """
         hub, flat = self._flat(inputs, output)
         if hub is None or flat is None:
             return super().reduce_scatter(output, inputs)
+        if hub.bridge is not None:
+            hub.bridge.connect()
         return hub.start(Kind.REDUCE_SCATTER, flat, tuple(part.numel() for part in inputs))
 
     def all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Pending:
@@ -164,6 +177,8 @@ class HostCommunicator(C10dCommunicator):
         hub, flat = self._flat(outputs, tensor)
         if hub is None or flat is None:
             return super().all_gather(outputs, tensor)
+        if hub.bridge is not None:
+            hub.bridge.connect()
         return hub.start(Kind.ALL_GATHER, flat, tuple(part.numel() for part in outputs))
 
     def shared(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
@@ -197,11 +212,7 @@ class HostCommunicator(C10dCommunicator):
     ) -> tuple[Hub | None, torch.Tensor | None]:
         """The tensor that the parts are consecutive slices of, if the hub can use it."""
         hub = self._hub_for(own.device, own.dtype)
-        if (
-            hub is None
-            or len(hub.local) < self.world_size
-            or own.data_ptr() != parts[self.rank].data_ptr()
-        ):
+        if hub is None or own.data_ptr() != parts[self.rank].data_ptr():
             return None, None
         # An empty part has no address.
         some = [part for part in parts if part.numel()]
@@ -222,6 +233,26 @@ class HostCommunicator(C10dCommunicator):
 
     def __repr__(self) -> str:
         return f"HostCommunicator(rank {self.rank} of {self.world_size})"
+
+
+class _All:
+    """Several operations as one.
+
+    Args:
+        operations: Started one after the other.
+    """
+
+    def __init__(self, operations: list[Operation]) -> None:
+        self._operations = operations
+
+    def wait(self) -> None:
+        """Wait for all."""
+        for operation in self._operations:
+            operation.wait()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Is completed when all results are there."""
+        return torch.futures.collect_all([each.get_future() for each in self._operations])
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,22 +293,24 @@ def _meet(group: dist.ProcessGroup) -> _End:
     timeout = timeout_of(group)
     if len(hosts) == 1:
         return _End(Hub(rank, meeting, timeout.total_seconds()), "shared memory")
-    owners = min(map(len, hosts))
     index = meeting.layout.local.index(rank)
-    across: Any = None
-    if index < owners:
-        own = dist.PrefixStore(f"across/{index}", store)  # type: ignore[attr-defined]
-        across = dist.ProcessGroupGloo(own, meeting.layout.host, len(hosts), timeout=timeout)
+    this = weakref.ref(group)
+
+    def open_lane(purpose: str) -> Lane:
+        """Connect to the ranks that have this one's place on the other hosts; collective among them."""
+        own = dist.PrefixStore(f"{purpose}/{index}", store)  # type: ignore[attr-defined]
+        across: Any = dist.ProcessGroupGloo(own, meeting.layout.host, len(hosts), timeout=timeout)
+        members = [ranks[index] for ranks in hosts]
+        return Lane(across, Ledger(this(), f"{purpose}/{index}", members, meeting.layout.host))
+
+    lane = open_lane("across") if index < meeting.layout.owners else None
+    across: Any = None if lane is None else lane.group
     hub = Hub(
         rank,
         meeting,
         timeout.total_seconds(),
         start_crossing=lambda part: across.allreduce([part]),
-        owners=owners,
+        bridge=Bridge(meeting.layout, rank, lambda: open_lane("parts")),
     )
     way = f"shared memory inside {len(hosts)} hosts, sockets between them"
-    lane = None
-    if across is not None:
-        members = [ranks[index] for ranks in hosts]
-        lane = Lane(across, Ledger(group, f"across/{index}", members, meeting.layout.host))
     return _End(hub, way, lane)

@@ -37,8 +37,8 @@ _DEALT = {"dealt": True}
 CAP_BYTES = 1024 * 1024
 """Where gradients and values travel: small buckets, so that the link is never idle."""
 
-HOST_CAP_BYTES = 8 * 1024 * 1024
-"""On one host nothing travels: a bucket more is a meeting more, and below the caches' size nothing is gained."""
+HOST_CAP_BYTES = 32 * 1024 * 1024
+"""On one host nothing travels, and a bucket more is a meeting more."""
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -103,7 +103,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if reducer.caps == Caps():
             reducer.caps = Caps((HOST_CAP_BYTES if self._shares.on_one_host else CAP_BYTES,))
         self._model = model
-        self._compiled = is_compiled(model)
+        self._modules = tuple(model.modules())
         reducer.sharding = self._shares
         if reducer.line is not None:
             reducer.relearn([spec.name for spec in reducer.specs], reducer.params)
@@ -143,7 +143,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         torch.autograd.graph.increment_version(stepped)
         for param in stepped:
             self.state.setdefault(param, dict(_DEALT))
-        self._shares.publish(defers=not (self._compiled or wrapper_is_compiled()))
+        compiled = is_compiled(self._modules) or wrapper_is_compiled()
+        self._shares.publish(defers=not compiled)
         return loss
 
     def synchronize(self) -> None:
@@ -257,7 +258,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         loose = {
             id(param): ParamSpec.of("", param) for param in (*new, *whole) if id(param) not in homes
         }
-        self._compiled = is_compiled(self._model)
+        self._modules = tuple(self._model.modules())
         stepper = Stepper(self._kind, self._options, self.param_groups, self._shares, loose)
         state: dict[Any, State] = dict(stepper.inner.state)
         for param, entries in whole.items():

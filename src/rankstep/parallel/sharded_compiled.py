@@ -10,16 +10,18 @@ import torch
 from rankstep.parallel.ddp import DistributedDataParallel
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import nn
 
 
-def is_compiled(model: nn.Module) -> bool:
-    """Whether torch.compile or TorchScript has been applied to the model or to a part of it."""
+def is_compiled(modules: Iterable[nn.Module]) -> bool:
+    """Whether torch.compile or TorchScript has been applied to one of a model's modules."""
     return any(
         isinstance(part, torch.jit.ScriptModule)
         or "_orig_mod" in part._modules
         or getattr(part, "_compiled_call_impl", None) is not None
-        for part in model.modules()
+        for part in modules
     )
 
 

@@ -1,7 +1,7 @@
 """What ``.grad`` is while each rank holds its share of it: a tensor that answers what can be answered, and refuses the rest.
 
-The memory behind it holds the global gradient in this rank's share, and this rank's own contribution elsewhere. So nothing
-may read it as a whole. What works on each element by itself works on the share; norms, and the search for infinities that
+The memory behind it holds the global gradient in this rank's share, and what the sum has left elsewhere. So nothing may
+read it as a whole. What works on each element by itself works on the share; norms, and the search for infinities that
 a ``GradScaler`` makes, are agreed among the ranks. That is all that ``torch.nn.utils.clip_grad_norm_`` and
 ``clip_grad_value_``, ``GradScaler`` and ``zero_grad`` do.
 """

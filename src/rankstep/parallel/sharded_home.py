@@ -9,6 +9,7 @@ from torch import nn
 
 from rankstep.errors import ShardedGradientError
 from rankstep.parallel.sharded_gradient import ShardedGradient
+from rankstep.parallel.sharded_memory import numbers
 from rankstep.parallel.sharded_params import GatheringParameter, ShardedParameter, set_slot, slot_of
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ class Home:
         index: Its number in the plan.
         begin: Where it begins in the bucket, in elements of the buffer.
         start, end: The part of it in this rank's share; equal if there is none.
-        region: That part of the gradient.
+        region: That part of the gradient, as it lies in the buffer.
+        numbers: The same, complex where the parameter is.
         has_grad: ``.grad`` is this rank's share of the global gradient.
         kept: That share, set aside while a further backward runs, to be added to what it brings.
         way: The values' way here; None: they are here.
@@ -60,6 +62,7 @@ class Home:
         "has_grad",
         "index",
         "kept",
+        "numbers",
         "param",
         "place",
         "region",
@@ -81,6 +84,7 @@ class Home:
         self.start = min(max(self.begin, low), high)
         self.end = max(self.start, min(self.begin + spec.buffer_numel, high))
         self.region = bucket.flat[self.start : self.end]
+        self.numbers = numbers(self.region, spec.dtype)
         self.has_grad = False
         self.kept: torch.Tensor | None = None
         self.way: Way | None = None

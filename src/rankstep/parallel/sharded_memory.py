@@ -126,6 +126,11 @@ def in_order(tensor: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
     return pairs.as_strided((pairs.numel(),), (1,))
 
 
+def numbers(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What :func:`in_order` gave, or a part of it, as numbers of the parameter's ``dtype``; a view."""
+    return torch.view_as_complex(flat.view(-1, 2)) if dtype.is_complex else flat
+
+
 def memory_for(comm: Communicator, buckets: Sequence[ShardedBucket], *, shared: bool) -> Memory:
     """The best memory that these ranks can have; collective.
 

@@ -38,7 +38,7 @@ class Norms:
         if order not in self._of_each:
             homes = [each for each in self._shares.homes.values() if each.has_grad]
             self._shares.finish()
-            found = self._combined([each.region for each in homes], order)
+            found = self._combined([each.numbers for each in homes], order)
             self._of_each[order] = {
                 id(each): norm.to(each.region.dtype)
                 for each, norm in zip(homes, found, strict=True)
@@ -87,7 +87,8 @@ def _powers(region: torch.Tensor, order: float) -> torch.Tensor:
     """This part's summand of a norm: the sum of powers; for the infinite norm the largest."""
     if not region.numel():
         return torch.zeros((), dtype=torch.float64, device=region.device)
-    norm: torch.Tensor = torch.linalg.vector_norm(region, order, dtype=torch.float64)
+    wide = torch.complex128 if region.is_complex() else torch.float64
+    norm: torch.Tensor = torch.linalg.vector_norm(region, order, dtype=wide)
     return norm if math.isinf(order) or not order else norm.pow(order)
 
 

@@ -11,11 +11,13 @@ Note [Changing classes]
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import nn
+from torch._guards import TracingContext
 from torch.nn.modules import module as torch_module
 
 if TYPE_CHECKING:
@@ -99,6 +101,9 @@ class ShardedParameter(nn.Parameter):
     @property
     def grad(self) -> torch.Tensor | None:
         """A :class:`rankstep.parallel.sharded_gradient.ShardedGradient`, or what was assigned."""
+        if TracingContext.try_get() is not None:
+            # torch.compile describes the parameters that it meets, gradients and all, and uses none of it.
+            return slot_of(self)
         return self.homes[id(self)].gradient(slot_of(self))
 
     @grad.setter
@@ -171,7 +176,7 @@ class Doorkeeper:
     def watch(self) -> None:
         """Values are on their way."""
         if self._handle is None:
-            self._handle = torch_module.register_module_forward_pre_hook(_let_in)
+            self._handle = torch_module.register_module_forward_pre_hook(_uncompiled())
 
     def leave(self) -> None:
         """All have arrived."""
@@ -181,7 +186,15 @@ class Doorkeeper:
 
 
 def _let_in(module: nn.Module, _inputs: Any) -> None:
-    arrived(module._parameters.values())
+    # Below torch.compile's own module nobody is asked, so everything has to be here.
+    compiled = "_orig_mod" in module._modules
+    arrived(module.parameters() if compiled else module._parameters.values())
+
+
+@functools.cache
+def _uncompiled() -> Any:
+    """The hook as torch.compile leaves it alone, made late: it imports the compiler, as an optimizer's first step does."""
+    return torch.compiler.disable(_let_in)
 
 
 def arrived(params: Iterable[torch.Tensor | None]) -> None:

@@ -17,7 +17,7 @@ from rankstep.collectives.failures import naming_failure
 from rankstep.errors import ModelError
 from rankstep.parallel.sharded_bucket import ShardedBucket
 from rankstep.parallel.sharded_home import Classes, Home, Way
-from rankstep.parallel.sharded_memory import Memory, in_order, memory_for
+from rankstep.parallel.sharded_memory import Memory, in_order, memory_for, numbers
 from rankstep.parallel.sharded_norms import Norms
 from rankstep.parallel.sharded_params import Doorkeeper, set_slot
 
@@ -159,8 +159,8 @@ class Shares:
         """
         if self.memory is None:
             return
-        for pending, numbers in self.memory.publish():
-            homes = [home for number in numbers for home in self.buckets[number].homes]
+        for pending, places in self.memory.publish():
+            homes = [home for place in places for home in self.buckets[place].homes]
             self._ways.append(Way(pending, homes, self._naming_way, self._came))
         if not self._ways:
             return
@@ -243,7 +243,7 @@ class Shares:
         """This rank's share of one gradient, about to be changed."""
         self.finish()
         self.norms.forget()
-        return home.region
+        return home.numbers
 
     def clip(
         self,
@@ -261,7 +261,7 @@ class Shares:
             home = self.homes.get(id(param))
             if home is not None and home.has_grad:
                 dealt.append(home)
-                regions.append(home.region)
+                regions.append(home.numbers)
                 continue
             grad = param.grad
             if grad is None:
@@ -269,11 +269,13 @@ class Shares:
             whole.append(grad)
             if home is not None:
                 start, end = home.start - home.begin, home.end - home.begin
-                regions.append(in_order(grad, home.spec)[start:end])
+                regions.append(numbers(in_order(grad, home.spec)[start:end], grad.dtype))
             elif self.comm.rank == 0:
                 regions.append(grad.detach().reshape(-1))
         norm = self.norms.total(regions, order, params[0].device)
-        norm = norm.to(functools.reduce(torch.promote_types, {g.dtype for g in regions}, _LEAST))
+        norm = norm.to(
+            functools.reduce(torch.promote_types, {g.dtype.to_real() for g in regions}, _LEAST)
+        )
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(
                 f"The total norm of order {order} for gradients from `parameters` is non-finite, so it cannot be clipped. To "

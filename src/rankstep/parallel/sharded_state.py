@@ -10,12 +10,11 @@ import torch
 
 from rankstep.collectives.failures import naming_failure
 from rankstep.errors import ModelError
-from rankstep.parallel.sharded_memory import in_order
+from rankstep.parallel.sharded_memory import in_order, numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from rankstep.buckets.plan import ParamSpec
     from rankstep.collectives import Communicator
     from rankstep.parallel.sharded_stepper import Part
 
@@ -71,8 +70,10 @@ def whole_state(
                 continue
             spec = parts[number].spec
             if key not in entry:
-                entry[key] = _empty_like(spec, kind, device)
-            in_order(entry[key], spec)[start : start + count] = found
+                entry[key] = torch.empty_strided(
+                    spec.shape, spec.view_stride, dtype=kind, device=device
+                )
+            entry[key].as_strided((spec.numel,), (1,))[start : start + count] = found
     return result
 
 
@@ -104,15 +105,8 @@ def _tell(
         return [number, key, 0, "whole", dtype, list(first.shape), None]
     data.extend(values)
     count = sum(value.numel() for value in values)
-    return [number, key, part.start, "elements", dtype, [count], None]
-
-
-def _empty_like(spec: ParamSpec, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if spec.dtype.is_complex and not dtype.is_complex:
-        dtype = {torch.float16: torch.complex32, torch.float32: torch.complex64}.get(
-            dtype, torch.complex128
-        )
-    return torch.empty_strided(spec.shape, spec.view_stride, dtype=dtype, device=device)
+    start = part.start * part.spec.numel // part.spec.buffer_numel
+    return [number, key, start, "elements", dtype, [count], None]
 
 
 def _from(
@@ -165,9 +159,9 @@ def dealt_state(
     Returns:
         Each piece and its state, all of it copies.
     """
-    at = part.start
+    at = part.start * part.spec.numel // max(1, part.spec.buffer_numel)
     flat = {
-        key: in_order(value, part.spec)
+        key: numbers(in_order(value, part.spec), value.dtype)
         for key, value in whole.items()
         if isinstance(value, torch.Tensor)
         and per_element.get(key, value.ndim > 0)

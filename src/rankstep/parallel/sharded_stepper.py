@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rankstep.parallel.sharded_layout import CHUNK_NUMEL, chunks
-from rankstep.parallel.sharded_memory import in_order
+from rankstep.parallel.sharded_memory import in_order, numbers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ class Part:
     Attributes:
         param: The parameter.
         spec: As planned.
-        start, end: Which of its elements, in the order of its bucket.
+        start, end: Which of its elements, as they lie in its bucket.
         home: Where it lives; None: in no bucket, so that every rank steps all of it.
         pieces: Flat tensors over its memory, in order.
         grads: For each piece this rank's share of the reduced gradient; none without a home.
@@ -61,7 +61,7 @@ class Part:
             return False
         if slot.is_sparse:
             slot = slot.to_dense()
-        flat = in_order(slot, self.spec)[self.start : self.end]
+        flat = numbers(in_order(slot, self.spec)[self.start : self.end], slot.dtype)
         sizes = [piece.numel() for piece in self.pieces]
         for piece, part in zip(self.pieces, flat.split_with_sizes(sizes), strict=True):
             piece.grad = part
@@ -155,7 +155,7 @@ class Stepper:
             part = self.parts.get(id(home.param))
             at = home.start
             for piece in [] if part is None else part.pieces:
-                end = at + piece.numel()
+                end = at + piece.numel() * (1 + piece.is_complex())
                 if batch is not None and end - batch.start > CHUNK_NUMEL:
                     yield batch
                     batch = None
@@ -230,14 +230,17 @@ def _part_of(home: Home, shares: Shares, number: int) -> Part:
         home.start - home.begin,
         home.end - home.begin,
         home,
-        [flat[start:end] for start, end in bounds],
-        [grads[start:end] for start, end in bounds],
+        [numbers(flat[start:end], home.spec.dtype) for start, end in bounds],
+        [numbers(grads[start:end], home.spec.dtype) for start, end in bounds],
     )
 
 
 def _whole(param: torch.Tensor, spec: ParamSpec) -> Part:
-    pieces = [param.detach().view(-1)] if param.is_contiguous() else [in_order(param, spec)]
-    return Part(param, spec, 0, spec.buffer_numel, None, pieces, [])
+    flat = in_order(param, spec)
+    if not spec.dense:
+        # That is a copy. It is what the parameter will lie in when its gradients are planned, too.
+        param.data = numbers(flat, spec.dtype).as_strided(spec.shape, spec.view_stride)
+    return Part(param, spec, 0, spec.buffer_numel, None, [numbers(flat, spec.dtype)], [])
 
 
 def made(
