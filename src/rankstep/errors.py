@@ -63,6 +63,10 @@ class NonFiniteGradientWarning(UserWarning):
     """A rank's gradient was NaN or infinite; names the rank and the parameter."""
 
 
+class SkippedBatchWarning(UserWarning):
+    """A rank has drawn more batches for a step than the others; it has probably left one out."""
+
+
 class SharedMemoryWarning(UserWarning):
     """Ranks of one host cannot share memory, so their gradients go through sockets; says why."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import time
 from dataclasses import dataclass
 
@@ -40,9 +41,9 @@ class Told:
 
     @property
     def verdict(self):
-        """The lines of the guard, without those about the rank itself."""
+        """The lines of the guard, without those about the rank itself or a late start."""
         lines = [line for line in self.said.splitlines() if line.startswith("rankstep: ")]
-        return [line for line in lines if "came after all" not in line]
+        return [line for line in lines if not re.search("came after all|did not arrive", line)]
 
 
 class Plan:

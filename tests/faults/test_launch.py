@@ -196,6 +196,11 @@ def test_loading_workers_do_not_outlive_a_killed_launcher(tmp_path):
     launcher.process.kill()
     assert wait_until_gone(pids, 3) == []
     launcher.finish()
+    # Nor do the sockets over which they send tensors.
+    end = time.monotonic() + 10
+    while launcher.left_files() and time.monotonic() < end:
+        time.sleep(0.02)
+    assert launcher.left_files() == []
 
 
 def test_the_ranks_die_with_the_launcher_even_without_its_keeper(tmp_path):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import signal
 import sys
 import time
 import warnings
+from datetime import timedelta
 
 import pytest
 import torch
@@ -179,6 +182,9 @@ def test_ranks_that_wait_in_different_places_end_together(ranks, kind, odd, word
     others = [rank for rank in range(3) if rank != odd]
     assert effect.startswith(f"rankstep: effect: ranks {others[0]}, {others[1]} ")
     assert "they wait for each other in different places, and would do so for ever" in verdict
+    (way,) = (line for line in verdict.splitlines() if "was called there from" in line)
+    assert way.startswith(f"rankstep: rank {odd} was called there from ")
+    assert " in follow" in way
     for rank, each in told.items():
         assert each.kinds, rank
         assert f"rank {odd} has stood elsewhere" in each.error
@@ -225,6 +231,27 @@ def test_another_model_is_named_on_every_rank(ranks):
         assert "parameter 0: shape is [" in each.error
         assert each.said == ""
         assert each.steps == 0
+
+
+def test_a_rank_that_has_not_started_is_told_while_the_others_wait(ranks):
+    """14: long before the time-out."""
+    for rank, said in enumerate(ranks(3, backend=None).run(starts_late)):
+        assert said == (
+            ""
+            if rank == ODD
+            else "rankstep: rank 1 did not arrive within 0.5 s; waiting for 59.5 s more\n"
+        )
+
+
+def starts_late(me):
+    screen = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(screen):
+        patch.setattr(sys.modules["rankstep.world.store"], "_NOTE_AFTER", timedelta(seconds=0.5))
+        if me.rank == ODD:
+            time.sleep(2.0)
+        with rankstep.world(timeout=60.0):
+            pass
+    return screen.getvalue()
 
 
 def test_a_rank_that_never_starts_is_named(ranks):

@@ -12,19 +12,22 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from rankstep.doctor import hooks, pulse
+from rankstep.doctor import position as doctor_position
 from rankstep.doctor.ask import find
 from rankstep.doctor.channel import STORE_ERRORS, Mouth
+from rankstep.doctor.guard import Guard
 from rankstep.doctor.position import position_of, users_line
 from rankstep.doctor.processes import Identity
 from rankstep.doctor.pulse import Beat, Pulse
 from rankstep.doctor.report import Report, Standing, name_ranks
 from rankstep.doctor.settings import End, Settings
 from rankstep.doctor.verdict import Cause, Verdict, ended, judge
-from rankstep.errors import DoctorError, SyncError, WorldError
+from rankstep.errors import CommunicationError, DoctorError, DriftError, SyncError, WorldError
 
 
 def waits(rank, place="step 3", step=3, waited_s=5.0, **more):
@@ -136,6 +139,17 @@ def test_verdicts_and_reports_travel():
             Report.from_json(text)
 
 
+def test_the_calls_that_led_to_the_odd_one_are_told():
+    way = ("train.py:9: `main()`", *(f"train.py:{n} in f{n}: `f()`" for n in range(50, 56)))
+    odd = waits(1, place="torch.barrier", stack=way)
+    told = judge([waits(0), odd, waits(2)]).lines
+    wanted = "train.py:54 in f54, train.py:53 in f53, train.py:52 in f52, train.py:51 in f51"
+    assert f"rank 1 was called there from {wanted}" in told
+    for single in ((), way[:1]):
+        told = judge([waits(0), replace(odd, stack=single), waits(2)]).lines
+        assert not any("called there from" in line for line in told)
+
+
 def test_ranks_are_named_in_runs():
     assert name_ranks([3]) == "rank 3"
     assert name_ranks([2, 0]) == "ranks 0, 2"
@@ -219,6 +233,34 @@ def test_the_users_line_is_found_under_the_librarys():
     assert position_of(thread.ident) is None
 
 
+def test_a_wait_of_ours_that_looks_around_is_the_same_wait():
+    """It asks the store in between, in other lines of the same file, and may be kept there by a network that is gone."""
+    lines = (
+        "def wait(steps):\n    for step in steps:\n        step()\n    steps[0]()\n    steps[1]()\n"
+    )
+    for folder, moves in (("collectives", False), ("parallel", True)):
+        file = Path(doctor_position.__file__).parents[1] / folder / "lookout.py"
+        space = {}
+        exec(compile(lines, str(file), "exec"), space)  # noqa: S102 - the file's name is what counts
+        seen = []
+
+        def look(seen=seen):
+            seen.append(here_below(look))
+
+        space["wait"]([look, look])
+        marks = {position.mark for position in seen}
+        assert len(seen) == 4
+        assert (len(marks) > 1) is moves
+
+
+def here_below(function):
+    """Where this thread is, without the frames from ``function`` inwards, which differ with each look."""
+    seen = position_of(threading.get_ident())
+    code = id(function.__code__)
+    inner = next(i for i, (each, _) in enumerate(seen.mark) if each == code)
+    return replace(seen, mark=seen.mark[inner + 1 :])
+
+
 def test_an_exception_is_told_with_the_users_line():
     with pytest.raises(ValueError) as caught:
         json.loads("no json")
@@ -239,6 +281,54 @@ def test_an_exception_is_told_with_the_users_line():
 )
 def test_what_every_rank_raises_itself_is_not_told_to_all(error, alone):
     assert hooks._all_hear(error) is not alone
+
+
+def test_what_all_ranks_raise_at_once_follows_nothing():
+    assert hooks._may_follow(CommunicationError("x"))
+    assert hooks._may_follow(RuntimeError("Connection closed by peer"))
+    assert not hooks._may_follow(DriftError("x"))
+    assert not hooks._may_follow(ValueError("x"))
+
+
+@pytest.mark.parametrize(("asked", "told"), [(True, "rank 1 failed: x"), (False, "")])
+def test_a_rank_that_was_asked_waits_for_the_judge(asked, told):
+    """Its own wait may be broken before its ear has heard the verdict."""
+    guard = Guard.__new__(Guard)
+    guard.verdict, guard._in_round, guard._gone = None, asked, list
+    verdict = ended([other(1, Standing.FAILED, detail="x")])
+    judge_speaks = threading.Timer(0.3, setattr, (guard, "verdict", verdict))
+    judge_speaks.start()
+    assert guard.explain(within_s=0.0) == told
+    judge_speaks.join()
+
+
+class Kept:
+    """Something that is closed once."""
+
+    def __init__(self):
+        self.closed = 0
+
+    def close(self):
+        self.closed += 1
+
+
+def test_what_a_busy_watch_uses_is_freed_by_the_watch():
+    guard = Guard.__new__(Guard)
+    guard._pid, guard._closing, guard._unfreed = os.getpid(), threading.Event(), threading.Lock()
+    guard._wake_read, guard._wake_write = os.pipe()
+    guard._channel = SimpleNamespace(stop=lambda: None)
+    guard._desk, guard._neighbours, guard._selector = Kept(), Kept(), Kept()
+    parts = (guard._desk, guard._neighbours, guard._selector)
+    busy = SimpleNamespace(join=lambda _: None, is_alive=lambda: True)
+    guard._threads = [busy]
+    guard.close()
+    assert guard._closing.is_set()
+    assert [part.closed for part in parts] == [0, 0, 0]
+    guard._free()
+    guard._free()
+    assert [part.closed for part in parts] == [1, 1, 1]
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(guard._wake_read)
 
 
 # ---------------------------------------------------------------- processes, stores, settings

@@ -125,6 +125,29 @@ def test_in_a_loader_with_workers():
     assert batches != list(itertools.chain(*steps_of(other)))
 
 
+def test_a_loader_with_workers_goes_on_from_a_loaded_place():
+    # torch begins to iterate over a batch sampler twice there, and throws the first iterator away.
+    (sampler,) = samplers(1)
+    state = sampler.state_dict(1)
+    sampler.load_state_dict(state)
+    rest = list(itertools.chain(*steps_of(sampler)))
+    sampler.load_state_dict(state)
+    loader = DataLoader(
+        list(range(23)), batch_sampler=sampler, num_workers=1, multiprocessing_context="fork"
+    )
+    assert [batch.tolist() for batch in loader] == rest
+    whole = [batch.tolist() for batch in loader]
+    assert whole[-len(rest) :] == rest
+    assert len(whole) > len(rest)
+
+
+def test_the_epoch_behind_an_empty_rest_is_whole():
+    (sampler,) = samplers(1)
+    sampler.load_state_dict(sampler.state_dict(99))
+    assert list(sampler) == []
+    assert len(list(sampler)) == len(sampler)
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [

@@ -498,6 +498,18 @@ def test_the_loaded_place_is_kept_until_an_iteration_begins():
     assert sampler.state_dict()["global_consumed"] == state["global_consumed"] + 2
 
 
+def test_the_loaded_place_is_kept_until_an_index_is_drawn():
+    # A loader without batches and with workers begins to iterate twice.
+    whole = list(build())
+    sampler = build()
+    sampler.load_state_dict(sampler.state_dict(consumed=4))
+    loader = DataLoader(
+        range(23), batch_size=None, sampler=sampler, num_workers=1, multiprocessing_context="fork"
+    )
+    assert [int(index) for index in loader] == whole[4:]
+    assert list(sampler) == whole
+
+
 def test_setting_the_loaded_epoch_keeps_the_place_and_another_drops_it():
     state = build().state_dict(consumed=4)
     whole = list(build())

@@ -5,6 +5,9 @@ a fixed rotation, so that every weight is looked at again and again at a cost fa
 and in every step or in every eighth, depends on the model's size alone, so that all ranks do the same. The sums travel in the ranks' rows; only when they differ do the ranks exchange more, to name the
 rank and the first parameter.
 
+A rank that writes its weights more often than the others between two reductions is suspected at once: the next step looks
+at all weights, so that an optimizer step on one rank alone is found then and not when the rotation comes to it.
+
 Buffers that are copied from rank 0 in every step are repaired, not compared. Others are compared among the ranks that
 have not written them since they were wrapped, so that running statistics are no drift.
 """
@@ -16,12 +19,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rankstep.buckets.trailer import DRIFT_DIGITS
+from rankstep.buckets.trailer import BASE, DRIFT_DIGITS, Mode
 from rankstep.errors import DriftError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rankstep.buckets.trailer import Row
     from rankstep.collectives import Communicator
 
 SLICE_BYTES = 1 << 20
@@ -32,6 +36,8 @@ EVERY = 8
 
 TENSORS_PER_SAMPLE = 4
 """Each tensor costs a few microseconds whatever its size; small models are sampled one at a time."""
+
+_MOST_WRITES = BASE - 1
 
 _BLOCK = 256
 _MASK = (1 << 5 * DRIFT_DIGITS) - 1
@@ -104,10 +110,54 @@ class DriftAlarm:
         self._next = 0
         self._sampled: list[int] = []
         self._agreed = [-1] * len(self._parts)
+        # One parameter stands for all: an optimizer writes every one that has a gradient.
+        self._witness = next((t for t in self._tensors if t.requires_grad), None)
+        self._version = self._version_now()
+        self._suspects = ""
+        self._looks_at_all = False
+        self._next_look, self._patience = 0, 1
+
+    def writes(self) -> int:
+        """How often this rank's weights were written since the last call, as the first trained one's version tells."""
+        before, self._version = self._version, self._version_now()
+        return max(0, min(self._version - before, _MOST_WRITES))
+
+    def _version_now(self) -> int:
+        return 0 if self._witness is None else self._witness._version
+
+    def suspect(self, rows: Sequence[Row], step: int) -> None:
+        """Look at all weights in the next step if some rank has written its own more often than the others.
+
+        Ranks may do so rightly: one evaluates with averaged weights and puts the others back. Where nothing comes of it,
+        it is looked into again after twice as many steps.
+
+        Args:
+            rows: What each rank said; the same on all ranks, so that all look, or none.
+            step: Which synced backward, counted from 0.
+        """
+        counts = Counter(row.writes for row in rows)
+        if len(counts) <= 1 or step < self._next_look:
+            return
+        if any(row.mode == Mode.JOINED for row in rows):
+            # Such a rank takes no optimizer steps, and gets the others' weights when all have run out.
+            return
+        usual = counts.most_common(1)[0][0]
+        told = [f"rank {r}: {row.writes}" for r, row in enumerate(rows) if row.writes != usual]
+        self._suspects = (
+            f" Between the last reduction and that of step {step} the weights were not written equally often: "
+            f"{', '.join(told[:8])}; the others: {usual}."
+        )
+        self._looks_at_all = True
+        self._patience *= 2
+        self._next_look = step + self._patience
 
     def sample(self) -> torch.Tensor | None:
         """The next few parts' checksum, never 0; None if there is nothing to compare in this step."""
         self._steps += 1
+        if self._looks_at_all:
+            self._looks_at_all = False
+            return self._sample_all()
+        self._suspects = ""
         if not self._parts or self._steps % self._every:
             return None
         total: torch.Tensor | None = None
@@ -130,6 +180,21 @@ class DriftAlarm:
             if is_buffer:
                 break
         return None if total is None or written else _folded(total)
+
+    def _sample_all(self) -> torch.Tensor | None:
+        """All weights' checksum; buffers may be a rank's own."""
+        whole = [
+            number
+            for number, (index, _, _) in enumerate(self._parts)
+            if self._written[index] is None
+        ]
+        self._sampled = whole
+        total: torch.Tensor | None = None
+        for number in whole:
+            index, start, end = self._parts[number]
+            part = bit_sum(self._tensors[index], start, end).to(self._tensors[0].device)
+            total = part if total is None else total * 31 + part
+        return None if total is None else _folded(total)
 
     def agreed(self, step: int) -> None:
         """All ranks reported the same checksum in this step."""
@@ -170,7 +235,7 @@ class DriftAlarm:
             raise DriftError(
                 f"rank {comm.rank}: the ranks' weights have drifted apart, seen in step {step} (counted from 0): {who} in "
                 f"{name!r}, the first of {sum(len({row[i] for row in table} - {None}) > 1 for i in range(len(self._names)))} that "
-                f"differ; {since}. Something outside the wrapper changed it: an optimizer step on one rank only, a "
+                f"differ; {since}.{self._suspects} Something outside the wrapper changed it: an optimizer step on one rank only, a "
                 "random in-place edit, a faulty device. Load the last good checkpoint on all ranks."
             )
         raise DriftError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rankstep.buckets import verdict
+from rankstep.buckets.pace import Pace
 from rankstep.buckets.trailer import Mode, Row, Trailer
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class Exchange:
     Attributes:
         alarm: Compares weights over the ranks; None: off.
         divides_by_live: Ranks that ran out under ``join`` do not count in the mean.
+        pace: Counts the batches that this rank draws.
         live: How many ranks' worth of inputs the mean goes over (``together``); None: all ranks'.
     """
 
@@ -34,6 +36,7 @@ class Exchange:
         self.alarm: DriftAlarm | None = None
         self.divides_by_live = False
         self.live: float | None = None
+        self.pace = Pace(comm.world_size, comm.rank)
         self._comm = comm
         self._wrapper = wrapper
         self._later: verdict.Later | None = None
@@ -62,7 +65,9 @@ class Exchange:
             gives: It has a part in the gradients.
             abandoned: Its backward died.
         """
-        checksum = self.alarm.sample() if self.alarm is not None else None
+        alarm = self.alarm
+        writes = 0 if alarm is None else alarm.writes()
+        checksum = None if alarm is None else alarm.sample()
         drift = 0
         if checksum is not None and self._comm.host_waits:
             drift, checksum = int(checksum), None
@@ -75,6 +80,8 @@ class Exchange:
             late=int(bool(step.late) and gives),
             changed=int(step.changed and gives),
             nonfinite=0 if step.nonfinite is None else step.nonfinite + 1,
+            drawn=self.pace.drawn(),
+            writes=writes,
             count=count,
             drift=drift,
         )
@@ -115,8 +122,16 @@ class Exchange:
             SyncError: Says what is wrong.
         """
         verdict.judge(rows, self._comm.rank, number)
+        # Equal rows are one object, in almost every step.
+        unlike = any(row is not rows[0] for row in rows)
+        if unlike:
+            self.pace.compare(rows, self._comm.rank, number)
+        if self.alarm is None:
+            return
+        if unlike:
+            self.alarm.suspect(rows, number)
         live = [row.drift for row in rows if row.mode != Mode.JOINED and row.drift]
-        if self.alarm is None or not live:
+        if not live:
             return
         if all(drift == live[0] for drift in live):
             self.alarm.agreed(number)

@@ -48,6 +48,8 @@ _DIGITS = {
     "late": 1,
     "changed": 1,
     "nonfinite": 4,
+    "drawn": 2,
+    "writes": 1,
     "count": COUNT_DIGITS,
     "drift": DRIFT_DIGITS,
 }
@@ -69,6 +71,8 @@ class Row:
         changed: 1 if the module's trainable parameters are no longer those that were wrapped.
         nonfinite: 1 + the number of the first parameter whose gradient on this rank was NaN or infinite; 0: none, or
             nobody looked.
+        drawn: Batches that this rank's loader has handed out since the previous reduction; 0: not known for sure.
+        writes: How often the weights were written since the previous reduction; 31: so often, or more.
         count: Samples or tokens in this rank's window; its 64 bits travel, so any float is exact.
         drift: Checksum of a few weights and buffers.
     """
@@ -81,6 +85,8 @@ class Row:
     late: int = 0
     changed: int = 0
     nonfinite: int = 0
+    drawn: int = 0
+    writes: int = 0
     count: float = 0.0
     drift: int = 0
 

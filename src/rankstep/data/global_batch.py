@@ -107,6 +107,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
             mine = iter(list(itertools.islice(order, size))[self.rank :: self.num_replicas])
             for count in sizes:
                 yield list(itertools.islice(mine, count))
+        # A loaded place at the end of its epoch is left, too, by an iteration that yields nothing.
+        next(order, None)
 
     def windows(self) -> Iterator[list[int]]:
         """Yield, step by step, the sizes of the micro-batches that this rank will have in the next iteration."""
@@ -144,7 +146,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
     @property
     def _start(self) -> int:
         walk = self._whole._walk
-        at_load = walk is not None and walk.loaded and walk.epoch == self._whole.epoch
+        at_load = walk is not None and walk.waits and walk.epoch == self._whole.epoch
         return walk.shard.start if walk is not None and at_load else 0
 
     def _windows_from(self, start: int) -> Iterator[list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 import warnings
 from collections.abc import Iterator, Sized
 from dataclasses import asdict, dataclass
@@ -14,12 +15,15 @@ import torch.distributed as dist
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
 from rankstep.data.checks import whole_number
+from rankstep.data.drawing import note_loader
 from rankstep.data.shard import Pad, Shard, StreamingOrder, index_lists, select
 from rankstep.data.state import SamplerState
 from rankstep.errors import DataError
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
+
+    from rankstep.world.draws import Loader
 
 Order: TypeAlias = Literal["torch", "streaming"]
 ORDERS: Final = ("torch", "streaming")
@@ -36,9 +40,14 @@ class _Walk:
     shard: Shard
     seed: int
     epoch: int
-    loaded: bool = False  # set by load_state_dict, and not begun yet
+    loaded: bool = False  # its place is that of a loaded state
     yielded: int = 0
     exhausted: bool = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether a loaded place has not been left yet: a DataLoader with workers begins to iterate twice."""
+        return self.loaded and not (self.yielded or self.exhausted)
 
     def repeats(self, seed: int, epoch: int) -> bool:
         """Whether this was a full pass, and a pass with `seed` and `epoch` would have its order."""
@@ -226,9 +235,9 @@ class DistributedSampler(TorchDistributedSampler[int]):
         """Open a new walk and return it with its indices."""
         length = self._length_now()
         last = self._walk
-        goes_on = last is not None and last.loaded and last.epoch == self.epoch
+        goes_on = last is not None and last.waits and last.epoch == self.epoch
         shard = self._shard(start=last.shard.start if last is not None and goes_on else 0)
-        walk = _Walk(shard, self.seed, self.epoch)
+        walk = _Walk(shard, self.seed, self.epoch, loaded=goes_on)
         if not self.shuffle:
             lists = index_lists(shard.positions, length, None)
         elif self.order == "streaming":
@@ -271,6 +280,7 @@ class SamplerIterator(Iterator[int]):
     def __init__(self, sampler: DistributedSampler) -> None:
         self._sampler = sampler
         self._walk, self._indices = sampler._begin()
+        self._loader: Loader | None = None
 
     def __next__(self) -> int:
         try:
@@ -279,6 +289,11 @@ class SamplerIterator(Iterator[int]):
             self._walk.exhausted = True
             raise
         self._walk.yielded += 1
+        if self._loader is not None:
+            if self._loader.thread != threading.get_ident():
+                self._loader.thread = 0
+        elif self._walk.yielded == 1:
+            self._loader = note_loader(self._sampler.num_replicas, self._sampler.rank)
         return index
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:

@@ -89,6 +89,7 @@ class Guard:
         self._late: Verdict | None = None
         self._broken_s = 0.0
         self._lock = threading.Lock()
+        self._unfreed = threading.Lock()
         self._said: set[tuple[Any, ...]] = set()
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
@@ -107,13 +108,19 @@ class Guard:
         """End both threads."""
         if self._closing.is_set() or not self.is_of_this_process:
             return
+        # In this order: once it sees that, the watch may free the pipe.
+        os.write(self._wake_write, b"c")
         self._closing.set()
         self._channel.stop()
-        os.write(self._wake_write, b"c")
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(1.0)
         if not self._threads[0].is_alive() or self._threads[0] is threading.current_thread():
+            self._free()
+
+    def _free(self) -> None:
+        """Give back what the watch has used: whoever is last does it, on a busy host the watch itself."""
+        if self._unfreed.acquire(blocking=False):
             self._desk.close()
             self._neighbours.close()
             self._selector.close()
@@ -158,6 +165,7 @@ class Guard:
     def explain(self, within_s: float = 0.5) -> str:
         """A collective of this rank has failed: say why, and tell all ranks; empty: this is not known."""
         until = time.monotonic() + within_s
+        latest = until + _VERDICT_S
         while self.verdict is None:
             gone = self._gone()
             if gone:
@@ -165,7 +173,8 @@ class Guard:
                 with suppress(*STORE_ERRORS):
                     self._announce(verdict)
                 self._take(verdict)
-            elif time.monotonic() > until:
+            elif time.monotonic() > (latest if self._in_round else until):
+                # A judge that has asked this rank where it stands is about to say why.
                 return ""
             else:
                 time.sleep(0.02)
@@ -262,7 +271,9 @@ class Guard:
             if time.monotonic() >= due_s:
                 self._tick()
                 due_s = time.monotonic() + (tick_s if self._neighbours.all_met else _FIRST_S)
-        if not self._closing.is_set():
+        if self._closing.is_set():
+            self._free()
+        else:
             self.close()
 
     def _group_is_gone(self) -> bool:

@@ -20,7 +20,7 @@ from rankstep.doctor.channel import STORE_ERRORS
 from rankstep.doctor.guard import Guard
 from rankstep.doctor.position import users_line
 from rankstep.doctor.settings import Settings, switched_off
-from rankstep.errors import ModelMismatchError, SyncError
+from rankstep.errors import DriftError, ModelMismatchError, SyncError
 from rankstep.world import observers
 
 if TYPE_CHECKING:
@@ -233,6 +233,9 @@ def _put_behind_cause(error: BaseException, guard: Guard) -> None:
 
 def _may_follow(error: BaseException) -> bool:
     """Whether an error looks like the consequence of another rank's end."""
+    if isinstance(error, DriftError):
+        # All ranks raise it, at the same moment.
+        return False
     if isinstance(error, (SyncError, dist.DistError)):
         return True
     return isinstance(error, RuntimeError) and (

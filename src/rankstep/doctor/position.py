@@ -29,6 +29,7 @@ _LIBRARIES = tuple(
     for path in {*(sysconfig.get_paths()[name] for name in ("stdlib", "platlib", "purelib"))}
     | {str(Path(torch.__file__).parent)}
 )
+_COLLECTIVES_OF_OURS = _OURS + "collectives"
 _COLLECTIVES = "torch/distributed/distributed_c10d.py"
 _AROUND = (_COLLECTIVES, "torch/distributed/c10d_logger.py")
 _BETWEEN_TWO = ("send", "recv", "send_object_list", "recv_object_list", "batch_isend_irecv")
@@ -107,7 +108,10 @@ def position_of(thread: int, *, brief: bool = False) -> Position | None:
         site=_site(user[0]) if user else "",
         stack=lines,
         members=members,
-        mark=tuple((id(frame.f_code), frame.f_lasti) for frame in stack),
+        # Our own collectives take up a wait anew, and ask the store in between: it has not moved on by that.
+        mark=tuple(
+            (id(frame.f_code), frame.f_lasti) for frame in stack if not _in_collectives(frame)
+        ),
     )
 
 
@@ -174,7 +178,11 @@ def _is_library(file: str) -> bool:
 
 
 def _own(stack: list[FrameType]) -> bool:
-    return any(frame.f_code.co_filename.startswith(_OURS + "collectives") for frame in stack)
+    return any(map(_in_collectives, stack))
+
+
+def _in_collectives(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_COLLECTIVES_OF_OURS)
 
 
 def _engine_frames(frames: dict[int, FrameType], but: int) -> list[FrameType]:
@@ -200,7 +208,7 @@ def _waiting(stack: list[FrameType]) -> tuple[Standing, str, str, tuple[int, ...
     """Whether these frames wait for other ranks: standing, place, what, and the ranks that take part."""
     for frame in stack:
         file, function = frame.f_code.co_filename, frame.f_code.co_name
-        if file.startswith(_OURS + "collectives"):
+        if file.startswith(_COLLECTIVES_OF_OURS):
             return _in_ours(stack)
         if file == _OURS + "buckets/bucket.py" and function == "wait":
             # Collectives would stand further in: this is the future of a user's own hook.

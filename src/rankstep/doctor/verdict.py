@@ -71,6 +71,9 @@ _GONE = {
     Standing.LEFT: Cause.LEFT,
     Standing.UNREACHABLE: Cause.UNREACHABLE,
 }
+_WAY = 4
+"""So many calls lead from any line to one that the user knows."""
+
 _LATE = (Standing.STOPPED, Standing.HELD, Standing.UNGUARDED, Standing.WORKING)
 
 
@@ -185,6 +188,7 @@ def _verdict(
             "they wait for each other in different places, and would do so for ever: every rank must take the same steps "
             "and call the same collectives"
         )
+        lines += [_way(report) for report in odd[:2] if len(report.stack) > 1]
     usual = {report.calls for report in waiting}
     lines += [
         f"last collectives of rank {report.rank} in torch's groups: {'; '.join(report.calls)}"
@@ -209,6 +213,12 @@ def grouped(reports: Sequence[Report], tell: Callable[[Report, bool, str], str])
         seconds = f" {waited_s:.0f} s" if waited_s >= 1 else ""
         lines.append(f"{ranks} {tell(group[0], len(group) > 1, seconds)}")
     return lines
+
+
+def _way(report: Report) -> str:
+    """The calls that led to where a rank stands; of the line itself the text is known."""
+    calls = [line.partition(": `")[0] for line in report.stack[-2::-1]]
+    return f"rank {report.rank} was called there from {', '.join(calls[:_WAY])}"
 
 
 def _step(report: Report) -> str:

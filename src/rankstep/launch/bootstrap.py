@@ -25,6 +25,7 @@ EXECUTE = "--exec"
 
 _PR_SET_PDEATHSIG = 1
 _INTERRUPTED = 128 + signal.SIGINT
+_LONGEST_FOLDER = 107 - len("/listener-12345678")
 
 
 def main(words: list[str]) -> None:
@@ -37,6 +38,7 @@ def main(words: list[str]) -> None:
     _report_start()
     if words[0] == EXECUTE:
         os.execvp(words[1], words[1:])  # noqa: S606
+    _keep_files_of_workers()
     pid = os.getpid()
     try:
         if words[0] == "-m":
@@ -86,6 +88,19 @@ def _report_start() -> None:
         pipe = os.open(os.environ[CONTROL_PIPE], os.O_WRONLY | os.O_NONBLOCK)
         os.write(pipe, f"{os.getpid()}\n".encode())
         os.close(pipe)
+
+
+def _keep_files_of_workers() -> None:
+    """Have multiprocessing make its folder of sockets in the launcher's: a worker that is killed cannot remove its own."""
+    from multiprocessing import process
+
+    folder = os.path.join(os.path.dirname(os.environ[CONTROL_PIPE]), "workers")  # noqa: PTH118, PTH120
+    # Longer than multiprocessing's own, and a socket's path has a limit.
+    if len(os.fsencode(folder)) > _LONGEST_FOLDER:
+        return
+    with suppress(OSError):
+        os.makedirs(folder, mode=0o700, exist_ok=True)  # noqa: PTH103
+        process.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
 
 
 def _run_script(words: list[str]) -> None:

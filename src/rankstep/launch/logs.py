@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +16,28 @@ if TYPE_CHECKING:
 
     from rankstep.launch.output import Output
     from rankstep.launch.screen import Stream
+
+_LAST_WORDS_S = 0.4
+"""So long the ranks have, once one of them has ended without a word, to say so; then torch ends them."""
+
+
+class _ErrorFiles(dict[int, str]):
+    """Where ranks leave their exceptions, by local rank; the first look waits a moment.
+
+    Note [Last words]
+        torch looks here when it has seen that a rank has failed, right before it sends SIGTERM to all others. That may be
+        a millisecond after a `kill -9`, and what the kernel tells the others' guards takes some more.
+    """
+
+    def __init__(self, paths: dict[int, str]) -> None:
+        super().__init__(paths)
+        self._looked = False
+
+    def __getitem__(self, local_rank: int) -> str:
+        if not self._looked:
+            self._looked = True
+            time.sleep(_LAST_WORDS_S)
+        return super().__getitem__(local_rank)
 
 
 class RankLogs(DefaultLogsSpecs):
@@ -76,4 +100,5 @@ class RankLogs(DefaultLogsSpecs):
                     paths[local_rank] = self._output.pipe(
                         rank, stream, attempt, shown=not path, file=file
                     )
-        return destination
+        # Last, since what is above looks there, too.
+        return replace(destination, error_files=_ErrorFiles(destination.error_files))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import time
 from contextlib import suppress
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from torch import distributed as dist
@@ -17,7 +19,6 @@ from rankstep.world.ports import announce, listen, port_holder
 
 if TYPE_CHECKING:
     import socket
-    from datetime import timedelta
 
     from torch._C._distributed_c10d import Store
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 _ALL_HERE = "all here"
 _LEFT = "left"
+_NOTE_AFTER = timedelta(seconds=5)
+"""Who has not come by then is told, once; imports and slow disks may well keep ranks apart for longer."""
 
 # Kept for the life of the process: closing a store while a peer reconnects to it would cut that peer off.
 _connections: dict[tuple[int, str, int], TCPStore] = {}
@@ -136,12 +139,12 @@ def _roll_call(store: Store, env: RankEnv, timeout: timedelta, job: identity.Ide
     problem = ""
     try:
         if env.rank == 0:
-            store.wait(everyone, timeout)
+            _wait(store, everyone, timeout, everyone)
             refused = identity.strangers(store, job, everyone)
             store.set(_ALL_HERE, identity.all_here(job, refused))
             problem = identity.tell_refused(refused) if refused else ""
         else:
-            store.wait([_ALL_HERE], timeout)
+            _wait(store, [_ALL_HERE], timeout, everyone)
             problem = identity.check_all_here(store.get(_ALL_HERE), job)
     except dist.DistError as error:
         raise WorldError(
@@ -154,6 +157,24 @@ def _roll_call(store: Store, env: RankEnv, timeout: timedelta, job: identity.Ide
             f"rank {env.rank} of {env.world_size}: at {env.master_addr} port {env.master_port} {problem}. Next: see what "
             f"else connects there; all ranks of one job need the same {identity.TOKEN}."
         )
+
+
+def _wait(store: Store, keys: list[str], timeout: timedelta, everyone: list[str]) -> None:
+    """Wait for these keys; once that takes long, say who has not arrived."""
+    if timeout > _NOTE_AFTER:
+        try:
+            store.wait(keys, _NOTE_AFTER)
+        except dist.DistStoreError:
+            timeout -= _NOTE_AFTER
+            # The same words on all ranks, so that the launcher shows them once.
+            sys.stderr.write(
+                f"rankstep: {_absent(store, everyone)} within {_NOTE_AFTER.total_seconds():g} s; waiting for "
+                f"{timeout.total_seconds():g} s more\n"
+            )
+            sys.stderr.flush()
+        else:
+            return
+    store.wait(keys, timeout)
 
 
 def _absent(store: Store, everyone: list[str]) -> str:
