@@ -2,8 +2,8 @@
 
 Run it in `network.sh`, which makes two hosts and a link on one machine, or by torchrun on real hosts. Four limits take
 part: ``local`` is the same step without any communication; ``all-reduce alone`` sends the gradients in one piece by gloo
-and computes nothing; ``link alone`` moves between the hosts only the bytes that any exact way must move; ``the larger``
-of the first and the last is what no exact way can beat unless it goes on into the next step.
+and computes nothing; ``link alone`` moves between the hosts only the bytes of one exchange; ``the larger`` of the first
+and the last is what no exact way can beat unless it goes on into the next step, or packs what it sends.
 
 Variants that send less than the exact gradient are compared with it: the error of one step's gradient, as a norm (L2)
 and at its largest, each relative to the exact gradient's. PowerSGD keeps what it left out and adds it in the next step,

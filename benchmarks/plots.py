@@ -431,7 +431,7 @@ def network(sources: Sequence[Source]) -> Figure:
         axes.set_title(link_of(source))
         axes.set_xlabel("time of a step, ms")
     dashes = Line2D(
-        [], [], color=INK, linestyle="--", linewidth=1, label="limit of every exact way"
+        [], [], color=INK, linestyle="--", linewidth=1, label="limit of ways that send all bytes"
     )
     key(figure, [BAR_KEY, dashes])
     return figure
