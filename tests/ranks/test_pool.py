@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from rankstep.errors import RankstepError, WorldError
 from rankstep.testing import RankFailure, RankPool, Status
@@ -112,6 +113,19 @@ class Broken:
 
 def drop_broken(me):
     Broken()
+
+
+def is_parent_of_its_workers(me):
+    batches = iter(DataLoader(range(4), num_workers=1))
+    next(batches)
+    facts = Path(f"/proc/{batches._workers[0].pid}/stat").read_text(encoding="utf-8")
+    batches._shutdown_workers()
+    return int(facts.rpartition(")")[2].split()[1]) == os.getpid()
+
+
+def test_a_killed_rank_takes_its_workers_with_it(ranks):
+    # They look whether their parent is still there.
+    assert ranks(2).run(is_parent_of_its_workers) == [True] * 2
 
 
 def test_results_come_by_rank_and_the_group_is_open(ranks):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import gc
+import multiprocessing
 import os
 import random
 import signal
@@ -86,6 +87,9 @@ def die_with_parent(parent_pid: int) -> None:
 def serve(start: Start, requests: Connection) -> None:
     """Run requests until the other end closes; the entry point of a rank's process."""
     die_with_parent(os.getppid())
+    # A process of the forkserver would start its own by another one, which stays when this rank is killed. What a test runs
+    # shall be what a program of its own runs.
+    multiprocessing.set_start_method(None, force=True)
     # ^C reaches the whole terminal; the test alone decides when its ranks end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with open(start.stacks_path, "w", encoding="utf-8") as stacks:  # noqa: PTH123 (a path in /proc)
