@@ -22,7 +22,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from step import ALL_REDUCE, LOCAL, MB, MODELS, MS, SHARDED, TUNED, AllReduce, Step, gradients
+from step import (
+    ALL_REDUCE,
+    LOCAL,
+    MODELS,
+    MS,
+    SHARDED,
+    TUNED,
+    AllReduce,
+    Step,
+    gradients,
+    tell_steps,
+)
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -242,31 +253,7 @@ def main() -> None:
     told = common.on_ranks(args.ranks, job, args.model, names, args.rounds, args.repeats)
     rounds = common.Rounds.of([each["rounds"] for each in told], statistics.median)
     result = figures(args.model, rounds, told[0]["errors"])
-    facts = result.facts
-    common.tell_table(
-        f"{args.model}: {facts['gradient_bytes'] / MB:.1f} MB in {facts['tensors']} tensors, "
-        f"{common.ranks(args.ranks)}, one step; quickest exact torch: {facts['torch_best'].removeprefix('torch ')}",
-        (
-            "",
-            "wall ms",
-            "CPU ms of a rank",
-            "of torch default",
-            "of quickest torch",
-            "of the limit",
-        ),
-        [
-            (
-                name,
-                common.cell(own["wall_ms"], ".1f"),
-                common.cell(own["cpu_ms_per_rank"], ".1f"),
-                common.cell(own["ratio_to_torch_default"], ".3f"),
-                common.cell(own["ratio_to_torch_best"], ".3f"),
-                common.cell(own["ratio_to_limit"], ".3f"),
-            )
-            for name, own in result.variants.items()
-            if name != LIMIT
-        ],
-    )
+    tell_steps(args.model, args.ranks, result, "exact torch", "limit", LIMIT)
     common.tell_rounds(rounds)
     if any(name in LOSSY for name in names):
         common.tell_table(

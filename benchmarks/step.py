@@ -220,6 +220,47 @@ def bar_of(model: str, table: common.Table, name: str, limit: float) -> common.B
     )
 
 
+def tell_steps(
+    model: str, ranks: int, table: common.Table, quickest: str, last: str, but: str = ""
+) -> None:
+    """Print one model's table.
+
+    Args:
+        model: Its name.
+        ranks: How many took part.
+        table: What was measured.
+        quickest: Of which kind the quickest one of torch's is.
+        last: What the last ratio is to: ``local`` or ``limit``.
+        but: This variant is left out.
+    """
+    facts = table.facts
+    against = {"limit": "the limit"}.get(last, last)
+    common.tell_table(
+        f"{model}: {facts['gradient_bytes'] / MB:.1f} MB in {facts['tensors']} tensors, {common.ranks(ranks)}, one step; "
+        f"quickest {quickest}: {facts['torch_best'].removeprefix('torch ')}",
+        (
+            "",
+            "wall ms",
+            "CPU ms of a rank",
+            "of torch default",
+            "of quickest torch",
+            f"of {against}",
+        ),
+        [
+            (
+                name,
+                common.cell(own["wall_ms"], ".1f"),
+                common.cell(own["cpu_ms_per_rank"], ".1f"),
+                common.cell(own["ratio_to_torch_default"], ".3f"),
+                common.cell(own["ratio_to_torch_best"], ".3f"),
+                common.cell(own[f"ratio_to_{last}"], ".3f"),
+            )
+            for name, own in table.variants.items()
+            if name != but
+        ],
+    )
+
+
 def main() -> None:
     parser = common.parser(__doc__, EXAMPLE)
     parser.add_argument(
@@ -243,30 +284,7 @@ def main() -> None:
         told = common.on_ranks(args.ranks, job, model, names, args.rounds, args.repeats)
         rounds = common.Rounds.of(told, statistics.median)
         results[model] = result = figures(model, rounds)
-        facts = result.facts
-        common.tell_table(
-            f"{model}: {facts['gradient_bytes'] / MB:.1f} MB in {facts['tensors']} tensors, "
-            f"{common.ranks(args.ranks)}, one step; quickest torch: {facts['torch_best'].removeprefix('torch ')}",
-            (
-                "",
-                "wall ms",
-                "CPU ms of a rank",
-                "of torch default",
-                "of quickest torch",
-                "of local",
-            ),
-            [
-                (
-                    name,
-                    common.cell(own["wall_ms"], ".1f"),
-                    common.cell(own["cpu_ms_per_rank"], ".1f"),
-                    common.cell(own["ratio_to_torch_default"], ".3f"),
-                    common.cell(own["ratio_to_torch_best"], ".3f"),
-                    common.cell(own["ratio_to_local"], ".3f"),
-                )
-                for name, own in result.variants.items()
-            ],
-        )
+        tell_steps(model, args.ranks, result, "torch", "local")
         common.tell_rounds(rounds)
         limits = {common.RANKSTEP: BAR, SHARDED: SHARDED_BARS[model]}
         bars += [bar_of(model, result, name, limits[name]) for name in names if name in limits]

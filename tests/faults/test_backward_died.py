@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from rankstep import DistributedDataParallel
 from rankstep.errors import AbandonedBackwardError, CommunicationError, SyncError
 from rankstep.testing import RankPool, Status, assert_bitwise_equal, assert_same_on_all
+from trip import Trip
 
 TINY = 0.0001
 WIDTH = 4
@@ -22,21 +23,6 @@ STEPS = 6
 
 class Stop(Exception):  # noqa: N818 (thrown on purpose)
     pass
-
-
-class Trip(torch.autograd.Function):
-    """Passes values on; in backward does what it was told first."""
-
-    @staticmethod
-    def forward(ctx, x, action):
-        ctx.action = action
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        if ctx.action is not None:
-            ctx.action()
-        return grad, None
 
 
 def stop():

@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from rankstep.cli.main import main
 from rankstep.launch import logs
+from two_hosts import two_hosts
 
 SCRIPT = Path(__file__).parent / "scripts" / "training.py"
 RANKSTEP = Path(sys.executable).parent / "rankstep"
@@ -223,40 +222,9 @@ def test_two_jobs_do_not_collide(tmp_path):
 
 @pytest.fixture
 def cable():
-    """Two hosts, made of network namespaces, and how to cut the cable between them."""
-    ip = shutil.which("ip")
-    if ip is None or os.geteuid() != 0:
-        pytest.skip("network namespaces need root and iproute2's ip")
-
-    def call(*words):
-        return subprocess.run([ip, *words], capture_output=True, text=True, check=False)
-
-    names = [f"rankstep-cut-{os.getpid()}-{node}" for node in range(2)]
-    ends = [f"rc{os.getpid() % 100_000}{node}" for node in range(2)]
-    with ExitStack() as stack:
-        for name in names:
-            made = call("netns", "add", name)
-            if made.returncode:
-                pytest.skip(f"no network namespaces here: {made.stderr.strip()}")
-            stack.callback(call, "netns", "del", name)
-        made = call("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
-        if made.returncode:
-            pytest.skip(f"no virtual cable here: {made.stderr.strip()}")
-        stack.callback(call, "link", "del", ends[0])
-        for node, (name, end) in enumerate(zip(names, ends, strict=True)):
-            for words in (
-                ["link", "set", end, "netns", name],
-                ["-n", name, "link", "set", end, "name", "cable"],
-                ["-n", name, "addr", "add", f"10.78.0.{node + 1}/24", "dev", "cable"],
-                ["-n", name, "link", "set", "cable", "up"],
-                ["-n", name, "link", "set", "lo", "up"],
-            ):
-                done = call(*words)
-                assert done.returncode == 0, done.stderr
-        yield (
-            [[ip, "netns", "exec", name] for name in names],
-            lambda: call("-n", names[1], "link", "set", "cable", "down"),
-        )
+    """Two hosts, and how to cut the cable between them."""
+    with two_hosts("10.78.0") as hosts_and_cut:
+        yield hosts_and_cut
 
 
 @pytest.mark.netns

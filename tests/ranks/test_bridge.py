@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from terms import value
 
 from rankstep import DistributedDataParallel, ShardedOptimizer
 from rankstep.collectives import HostCommunicator, direct
@@ -41,13 +42,6 @@ def on_hosts(me, hosts):
             yield HostCommunicator(group)
         finally:
             dist.destroy_process_group(group)
-
-
-def value(rank, numel, dtype):
-    generator = torch.Generator().manual_seed(100 + rank)
-    if not dtype.is_floating_point:
-        return torch.randint(0, 20, (numel,), generator=generator).to(dtype)
-    return (torch.randn(numel, generator=generator) * 100).to(dtype)
 
 
 def in_order(hosts, numel, dtype):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from terms import value
 from torch import nn
 
 from rankstep import DistributedDataParallel
@@ -39,14 +40,6 @@ def fresh(**variables):
             yield HostCommunicator(group)
         finally:
             dist.destroy_process_group(group)
-
-
-def value(rank, numel, dtype):
-    """What a rank puts in; small whole numbers for whole types, all sizes otherwise."""
-    generator = torch.Generator().manual_seed(100 + rank)
-    if not dtype.is_floating_point:
-        return torch.randint(0, 20, (numel,), generator=generator).to(dtype)
-    return (torch.randn(numel, generator=generator) * 100).to(dtype)
 
 
 def in_rank_order(world, numel, dtype):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+
+from two_hosts import two_hosts
 
 SCRIPT = Path(__file__).parent / "scripts" / "two_nodes.py"
 RANKSTEP = Path(sys.executable).parent / "rankstep"
@@ -73,43 +73,15 @@ def test_two_launchers_on_one_host(tmp_path):
 
 
 @pytest.fixture
-def two_hosts():
-    """Two network namespaces joined by one cable; gives their names, and removes them whatever happens."""
-    ip = shutil.which("ip")
-    if ip is None or os.geteuid() != 0:
-        pytest.skip("network namespaces need root and iproute2's ip")
-
-    def call(*words):
-        return subprocess.run([ip, *words], capture_output=True, text=True, check=False)
-
-    names = [f"rankstep-{os.getpid()}-{node}" for node in range(2)]
-    ends = [f"rs{os.getpid() % 100_000}{node}" for node in range(2)]
-    with ExitStack() as stack:
-        for name in names:
-            made = call("netns", "add", name)
-            if made.returncode:
-                pytest.skip(f"no network namespaces here: {made.stderr.strip()}")
-            stack.callback(call, "netns", "del", name)
-        made = call("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
-        if made.returncode:
-            pytest.skip(f"no virtual cable here: {made.stderr.strip()}")
-        stack.callback(call, "link", "del", ends[0])
-        for node, (name, end) in enumerate(zip(names, ends, strict=True)):
-            for words in (
-                ["link", "set", end, "netns", name],
-                ["-n", name, "link", "set", end, "name", "cable"],
-                ["-n", name, "addr", "add", f"10.77.0.{node + 1}/24", "dev", "cable"],
-                ["-n", name, "link", "set", "cable", "up"],
-                ["-n", name, "link", "set", "lo", "up"],
-            ):
-                done = call(*words)
-                assert done.returncode == 0, done.stderr
-        yield [[ip, "netns", "exec", name] for name in names]
+def hosts():
+    """What to put in front of a command for each of two hosts."""
+    with two_hosts("10.77.0") as (prefixes, _):
+        yield prefixes
 
 
 @pytest.mark.netns
-def test_two_hosts_on_one_cable(two_hosts, tmp_path):
+def test_two_hosts_on_one_cable(hosts, tmp_path):
     # No interface is named: the ranks find the one that leads to rank 0's host.
     flags = ["--nnodes=2", "--master-addr=10.77.0.1", "--master-port=29500"]
-    run_nodes(tmp_path, two_hosts, flags)
+    run_nodes(tmp_path, hosts, flags)
     check_places(tmp_path)

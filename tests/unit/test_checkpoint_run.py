@@ -63,6 +63,7 @@ class Record:
     weights: dict = field(default_factory=dict)
     optimizer: str = ""
     draws: tuple = ()
+    resumed: int | None = None
 
 
 def build():
@@ -121,6 +122,7 @@ def train(
     record.weights = net.state_dict()
     record.optimizer = repr(optimizer.state_dict()) + repr(scheduler.state_dict())
     record.draws = (random.random(), np.random.rand(), torch.rand(3).tolist())  # noqa: NPY002
+    record.resumed = None if checkpoint.resumed is None else checkpoint.resumed.step
     return record
 
 
@@ -129,7 +131,10 @@ def killed(directory, *deaths, **options):
     for death in deaths:
         with pytest.raises(Die):
             train(directory, die=death, **options)
-    return train(directory, **options)
+    record = train(directory, **options)
+    # Begun anew with the same seeds it would end with the same weights, too.
+    assert (record.resumed is not None) == (deaths[-1] > options.get("every", 1))
+    return record
 
 
 def assert_equal(a, b):
@@ -376,13 +381,14 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_go_on(name, tmp_path):
-    def steps(directory, count):
+    def steps(directory, begins, count):
         torch.manual_seed(0)
         net = nn.Conv2d(2, 3, 2)
         if name != "LBFGS":
             net = net.to(memory_format=torch.channels_last)
         optimizer = getattr(torch.optim, name)(net.parameters(), **OPTIMIZERS[name])
         with rankstep.Checkpoint(directory, model=net, optimizer=optimizer) as checkpoint:
+            assert checkpoint.steps == begins
             while checkpoint.steps < count:
 
                 def closure():
@@ -395,9 +401,9 @@ def test_optimizers_go_on(name, tmp_path):
                 checkpoint.step()
         return net.state_dict(), optimizer.state_dict()
 
-    whole = steps(None, 4)
-    steps(tmp_path, 2)
-    resumed = steps(tmp_path, 4)
+    whole = steps(None, 0, 4)
+    steps(tmp_path, 0, 2)
+    resumed = steps(tmp_path, 2, 4)
     assert repr(whole) == repr(resumed)
     assert all(torch.equal(whole[0][key], resumed[0][key]) for key in whole[0])
 
@@ -420,7 +426,7 @@ SCHEDULERS = {
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_schedulers_go_on(name, tmp_path):
-    def rates(directory, count):
+    def rates(directory, begins, count):
         net = nn.Linear(1, 1)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
         scheduler = SCHEDULERS[name](optimizer)
@@ -428,6 +434,7 @@ def test_schedulers_go_on(name, tmp_path):
             directory, model=net, optimizer=optimizer, scheduler=scheduler
         ) as checkpoint:
             found = checkpoint.extra.setdefault("rates", [])
+            assert checkpoint.steps == begins
             while checkpoint.steps < count:
                 optimizer.step()
                 scheduler.step()
@@ -435,9 +442,9 @@ def test_schedulers_go_on(name, tmp_path):
                 checkpoint.step()
         return found
 
-    whole = rates(None, 6)
-    rates(tmp_path, 3)
-    assert rates(tmp_path, 6) == whole
+    whole = rates(None, 0, 6)
+    rates(tmp_path, 0, 3)
+    assert rates(tmp_path, 3, 6) == whole
 
 
 def test_names_are_the_module_s_own(tmp_path):

@@ -54,6 +54,12 @@ def run(plots, monkeypatch, capsys, *arguments):
     return code, told.out, told.err
 
 
+def write_bars(plots, monkeypatch, capsys, data, out, page):
+    """Write the table of bars, and draw one picture."""
+    arguments = ("--data", data, "--out", out, "--only", "memory", "--page", page)
+    return run(plots, monkeypatch, capsys, *arguments)
+
+
 def texts(svg):
     """List everything that is written in a picture, from top to bottom."""
     tree = ET.fromstring(svg.read_text("utf-8"))  # noqa: S314 - our own file
@@ -426,19 +432,7 @@ def test_the_table_of_bars(plots, data, tmp_path, monkeypatch, capsys):
     )
     page = tmp_path / "page.md"
     page.write_text(f"before\n{plots.BEGIN}old\n{plots.END}after\n", encoding="utf-8")
-    code, told, errors = run(
-        plots,
-        monkeypatch,
-        capsys,
-        "--data",
-        data,
-        "--out",
-        tmp_path / "out",
-        "--only",
-        "memory",
-        "--page",
-        page,
-    )
+    code, told, errors = write_bars(plots, monkeypatch, capsys, data, tmp_path / "out", page)
     assert (code, errors) == (0, "")
     assert told.splitlines()[-1] == "page.md: table of bars written"
     lines = page.read_text("utf-8").splitlines()
@@ -463,19 +457,7 @@ def test_a_page_without_a_place_for_the_table_is_named(
     page = tmp_path / "page.md"
     if content is not None:
         page.write_text(content, encoding="utf-8")
-    code, told, errors = run(
-        plots,
-        monkeypatch,
-        capsys,
-        "--data",
-        data,
-        "--out",
-        tmp_path / "out",
-        "--only",
-        "memory",
-        "--page",
-        page,
-    )
+    code, told, errors = write_bars(plots, monkeypatch, capsys, data, tmp_path / "out", page)
     assert (code, told) == (1, "performance-memory.svg: drawn from memory.json\n")
     cause = "cannot be read" if content is None else "lacks the lines"
     assert errors.startswith(f"page.md: left as it is: {page}: {cause}")

@@ -222,7 +222,8 @@ class Parts:
             raise CheckpointError(
                 f"{which} trains other parameters, or in another order: {first}. Next: build it as it was."
             )
-        own_keys = _hyperparameters(optimizer.state_dict())
+        # Not its state: that of a sharded one is gathered from all ranks.
+        own_keys = _hyperparameters({"param_groups": getattr(optimizer, "param_groups", ())})
         for theirs, ours in zip(map(set, saved["keys"]), map(set, own_keys), strict=False):
             # Later versions of torch add some; another class has others.
             if theirs - ours and ours - theirs:

@@ -54,7 +54,8 @@ class StopRequest:
         return bool(self._signals) and threading.current_thread() is threading.main_thread()
 
     def listen(self) -> None:
-        """Begin to."""
+        """Begin to, and forget what was heard before."""
+        self.signal = 0
         if self.possible:
             self._before = {number: signal.signal(number, self._note) for number in self._signals}
 

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 PIECE_BYTES = 2 << 20
 """Between hosts: while one piece travels, the next is summed inside the host, and the one before is spread there."""
 
+MOST_PIECES = 16
+"""Of one tensor: they must leave room for those of others (:data:`rankstep.collectives.hub.MAX_OPEN`)."""
+
 _PLACE = "rankstep/host"
 
 
@@ -120,12 +123,15 @@ class HostCommunicator(C10dCommunicator):
     def _in_shared_memory(
         self, hub: Hub, tensor: torch.Tensor, cross: Callable[[torch.Tensor], Any] | None = None
     ) -> Pending:
+        start: Callable[[torch.Tensor], Operation]
+        start = functools.partial(hub.start, Kind.ALL_REDUCE, cross=cross)
         if hub.memory.place_of(tensor) is None:
-            return self._by_copy(hub, Kind.ALL_REDUCE, tensor, cross=cross)
-        if len(hub.local) == self.world_size or tensor.nbytes <= PIECE_BYTES:
-            return hub.start(Kind.ALL_REDUCE, tensor, cross=cross)
-        pieces = tensor.view(-1).split(PIECE_BYTES // tensor.element_size())
-        return _All([hub.start(Kind.ALL_REDUCE, piece, cross=cross) for piece in pieces])
+            start = functools.partial(self._by_copy, hub, Kind.ALL_REDUCE, cross=cross)
+        short = tensor.nbytes <= PIECE_BYTES or not tensor.is_contiguous()
+        if short or len(hub.local) == self.world_size:
+            return start(tensor)
+        numel = max(PIECE_BYTES // tensor.element_size(), -(-tensor.numel() // MOST_PIECES))
+        return _All([start(piece) for piece in tensor.view(-1).split(numel)])
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Pending:
         """Start a broadcast; in shared memory once the ranks have met, where they are all on one host."""
@@ -144,7 +150,7 @@ class HostCommunicator(C10dCommunicator):
         tensor: torch.Tensor,
         sizes: tuple[int, ...] = (),
         cross: Callable[[torch.Tensor], Any] | None = None,
-    ) -> Pending:
+    ) -> Operation:
         """Let a tensor of ordinary memory take part."""
         key = (tensor.numel(), tensor.dtype)
         spare = self._spare.setdefault(key, [])
@@ -239,7 +245,7 @@ class _All:
     """Several operations as one.
 
     Args:
-        operations: Started one after the other.
+        operations: Started one after the other, the same number on all ranks.
     """
 
     def __init__(self, operations: list[Operation]) -> None:

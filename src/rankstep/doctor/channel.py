@@ -58,7 +58,7 @@ class Mouth:
     def __init__(self, store: Any) -> None:
         self._store = store
         self._errands: queue.SimpleQueue[_Errand | None] = queue.SimpleQueue()
-        self._stuck = False
+        self._late: _Errand | None = None
         self._thread = background.begin("rankstep guard mouth", self._speak, (), self._finish)
 
     def __call__(self, method: str, *args: Any) -> Any:
@@ -75,8 +75,13 @@ class Mouth:
                 if errand.error is not None:
                     raise errand.error
                 return errand.result
-            self._stuck = True
+            self._late = errand
         raise TimeoutError(f"no answer for {_QUICK_S:g} s")
+
+    @property
+    def _stuck(self) -> bool:
+        """Whether a call has not returned yet that was given up."""
+        return self._late is not None and not self._late.done.is_set()
 
     def close(self) -> None:
         """End the thread."""
@@ -94,7 +99,6 @@ class Mouth:
             except Exception as error:  # noqa: BLE001 - raised where it was asked
                 errand.error = error
             errand.done.set()
-            self._stuck = False
 
 
 class _Errand:

@@ -10,6 +10,8 @@ import struct
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from rankstep.doctor.channel import STORE_ERRORS
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -57,7 +59,7 @@ class Desk:
                 answer: dict[str, Any]
                 try:
                     answer = {"reports": [json.loads(r.as_json()) for r in self._where()]}
-                except (RuntimeError, KeyError, ValueError) as error:
+                except STORE_ERRORS as error:
                     answer = {"error": f"the ranks' store does not answer ({error})"}
                 connection.sendall(json.dumps(answer).encode())
 

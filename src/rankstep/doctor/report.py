@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 
@@ -89,10 +89,6 @@ class Report:
             return cls(**fields)
         except (TypeError, KeyError) as error:
             raise ValueError(f"no report of a rank: {error}") from error
-
-    def with_standing(self, standing: Standing, detail: str = "") -> Self:
-        """The same rank, known to be in another way."""
-        return replace(self, standing=standing, detail=detail)
 
 
 def name_ranks(ranks: list[int]) -> str:

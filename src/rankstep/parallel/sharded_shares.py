@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from rankstep.collectives import Communicator
 
 _address = torch.Tensor.data_ptr
-_LEAST = torch.float16
 
 
 class Shares:
@@ -273,9 +272,10 @@ class Shares:
             elif self.comm.rank == 0:
                 regions.append(grad.detach().reshape(-1))
         norm = self.norms.total(regions, order, params[0].device)
-        norm = norm.to(
-            functools.reduce(torch.promote_types, {g.dtype.to_real() for g in regions}, _LEAST)
-        )
+        # From what every rank knows: a gradient that is whole on all of them is counted by one.
+        kinds = {home.region.dtype for home in dealt} | {grad.dtype.to_real() for grad in whole}
+        if kinds:
+            norm = norm.to(functools.reduce(torch.promote_types, kinds))
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(
                 f"The total norm of order {order} for gradients from `parameters` is non-finite, so it cannot be clipped. To "

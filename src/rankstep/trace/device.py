@@ -169,8 +169,9 @@ class DeviceMarks:
         last: Mark | None = None
         try:
             while self._waiting and self._waiting[0].event.query():
-                last = self._waiting.popleft()
-                self._note(last)
+                mark = self._waiting.popleft()
+                self._note(mark)
+                last = mark
         except Exception as error:  # noqa: BLE001 - see _put
             self._stop(error)
         if last is not None:

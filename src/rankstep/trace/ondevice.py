@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from rankstep.trace.lines import RankFile
 
 _MARK: Final = "device_"
-_STEP_ONLY: Final = ("forward_began", "forward_ended", "backward_began", "step_settled")
 _Stretch = tuple[int, int]
 _Bound = tuple[int, int, int | None]
 
