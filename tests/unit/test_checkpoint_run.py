@@ -519,6 +519,11 @@ def test_sigterm_saves_and_ends_behind_the_step(tmp_path):
     assert stopped.value.code == 128 + signal.SIGTERM
     assert steps_in(tmp_path) == [4]
     assert signal.getsignal(signal.SIGTERM) is before
+    # Entered again, it has forgotten that.
+    with run as checkpoint:
+        for _ in range(3):
+            checkpoint.step()
+        assert checkpoint.steps == 7
 
 
 def test_a_second_signal_has_its_old_effect(tmp_path):

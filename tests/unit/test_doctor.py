@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import selectors
 import signal
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +20,9 @@ import pytest
 
 from rankstep.doctor import hooks, pulse
 from rankstep.doctor import position as doctor_position
-from rankstep.doctor.ask import find
+from rankstep.doctor.ask import Place, ask, find
 from rankstep.doctor.channel import STORE_ERRORS, Mouth
+from rankstep.doctor.desk import Desk
 from rankstep.doctor.guard import Guard
 from rankstep.doctor.position import position_of, users_line
 from rankstep.doctor.processes import Identity
@@ -417,3 +420,19 @@ def test_a_job_that_is_not_there_is_named():
         find("nowhere")
     with pytest.raises(DoctorError, match=f"process {os.getpid()} is no rank"):
         find(str(os.getpid()))
+
+
+def test_the_desk_says_that_the_store_does_not_answer():
+    def where():
+        raise TimeoutError("no answer for 3 s")
+
+    selector = selectors.DefaultSelector()
+    desk = Desk(selector, where)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask, Place(pid=os.getpid()))
+        ((key, _),) = selector.select(20)
+        key.data()
+        with pytest.raises(DoctorError, match=r"store does not answer \(no answer for 3 s\)"):
+            asked.result(20)
+    desk.close()
+    selector.close()

@@ -237,6 +237,7 @@ class Checkpoint:
                 raise
             self._keeper = Keeper(self._folder, self._keep, self._best)
             self._stop.listen()
+        self._asked.clear()
         self._session = session
         return self
 
